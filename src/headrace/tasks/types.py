@@ -1,0 +1,76 @@
+"""What a task service is: instances from seeds, and a rollout that an ordinary API client can run.
+
+Task services see an API endpoint and a sandbox. They know nothing of tokens or training.
+"""
+
+from typing import Any, Protocol
+
+import msgspec
+
+from headrace.rollout.types import Outcome
+
+
+class TaskInstance(msgspec.Struct, frozen=True):
+    """One problem. Equal seeds give equal instances.
+
+    Attributes:
+        task: service name.
+        seed: what it was generated from.
+        family: kind of problem, for reports.
+        level: difficulty, 1 is easiest.
+        min_turns: assistant turns of the reference solution (answer included).
+    """
+
+    task: str
+    seed: int
+    family: str
+    level: int
+    min_turns: int
+
+
+class Endpoint(msgspec.Struct, frozen=True):
+    """Where and how an agent reaches its model. The key identifies the session."""
+
+    base_url: str
+    api_key: str
+    model: str
+    temperature: float = 1.0
+    top_p: float = 1.0
+    max_tokens: int = 64
+    """Per call."""
+    max_turns: int = 6
+    timeout_s: float = 60.0
+    """Wall clock for the whole rollout."""
+
+
+class RolloutResult(msgspec.Struct, frozen=True):
+    """What a task service reports at the end of a rollout.
+
+    Attributes:
+        outcome: see Outcome; ENV_FAILED when the environment broke.
+        rewards: components by name; "reward" is the total in [0, 1], present when outcome.scored.
+        reason: one line, for people.
+        detail: JSON-compatible extras for the report (e.g. commands run, expected answer).
+    """
+
+    outcome: Outcome
+    rewards: dict[str, float] = {}
+    reason: str = ""
+    detail: dict[str, Any] = {}
+
+
+class TaskService(Protocol):
+    """A task: endless instances and one way to attempt them."""
+
+    name: str
+
+    def instance(self, seed: int) -> TaskInstance:
+        """The instance of `seed`. Pure and fast."""
+        ...
+
+    async def rollout(self, instance: TaskInstance, endpoint: Endpoint) -> RolloutResult:
+        """Attempt `instance` with the model at `endpoint` and score it.
+
+        Exceptions other than CancelledError are environment failures, decided by the caller.
+        """
+        ...
