@@ -1,7 +1,7 @@
 """The evidence model: what the gateway records and what everything downstream derives from it.
 
-Evidence (`Span`, `Call`, `Session`) is immutable and append-only; a `Segment` is derived from it for
-the trainer and is never stored. Nothing here does I/O. Law numbers (L1..L14) refer to
+Evidence (`Span`, `Call`, `Session`) is immutable and append-only; a `Segment` is derived from it
+for the trainer and is never stored. Nothing here does I/O. Law numbers (L1..L14) refer to
 docs/architecture.md.
 """
 
@@ -25,7 +25,7 @@ class FinishReason(StrEnum):
 
 
 class ParseState(StrEnum):
-    """How well a completion could be read as an assistant message (law L13: always one of these)."""
+    """How well a completion could be read as an assistant message (law L13: one of these)."""
 
     OK = "ok"
     MALFORMED = "malformed"

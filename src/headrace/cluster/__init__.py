@@ -1,0 +1,1 @@
+"""Where processes run. `local` places them on this machine; Ray is to be the second."""

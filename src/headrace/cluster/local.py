@@ -1,0 +1,166 @@
+"""The local cluster: workers are subprocesses of this one, pinned to the cores they own."""
+
+import asyncio
+import contextlib
+import itertools
+import os
+import socket
+import subprocess
+import sys
+from typing import Any
+
+import msgspec
+
+from headrace.cluster.types import Reply, Request, WorkerDied, WorkerFailure, WorkerSpec
+from headrace.cluster.worker import frame
+
+_THREAD_VARIABLES = (
+    "OMP_NUM_THREADS",
+    "MKL_NUM_THREADS",
+    "OPENBLAS_NUM_THREADS",
+    "NUMEXPR_NUM_THREADS",
+)
+
+
+def available_cores() -> tuple[int, ...]:
+    """Cores this process may run on, in order."""
+    return tuple(sorted(os.sched_getaffinity(0)))
+
+
+class LocalHandle:
+    """The parent's end of one subprocess. See `WorkerHandle`."""
+
+    def __init__(
+        self,
+        spec: WorkerSpec,
+        process: subprocess.Popen[bytes],
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+    ) -> None:
+        self.name = spec.name
+        self.pid = process.pid
+        self._process = process
+        self._writer = writer
+        self._ids = itertools.count(1)
+        self._open: dict[int, asyncio.Future[Any]] = {}
+        self._encoder = msgspec.msgpack.Encoder()
+        self._dead = asyncio.Event()
+        self._reader_task = asyncio.create_task(self._read(reader), name=f"{spec.name} reader")
+
+    @property
+    def alive(self) -> bool:
+        return not self._dead.is_set()
+
+    async def _read(self, reader: asyncio.StreamReader) -> None:
+        decoder = msgspec.msgpack.Decoder(Reply)
+        try:
+            while True:
+                size = int.from_bytes(await reader.readexactly(4), "little")
+                reply = decoder.decode(await reader.readexactly(size))
+                future = self._open.pop(reply.id, None)
+                if future is None or future.done():
+                    continue
+                if reply.error is not None:
+                    future.set_exception(WorkerFailure(*reply.error))
+                else:
+                    future.set_result(reply.result)
+        except (asyncio.IncompleteReadError, ConnectionError, OSError):
+            pass
+        finally:
+            self._dead.set()
+            for future in self._open.values():
+                if not future.done():
+                    future.set_exception(WorkerDied(f"{self.name} (pid {self.pid}) ended"))
+            self._open.clear()
+
+    async def request(
+        self, method: str, payload: dict[str, Any] | None = None, *, timeout_s: float = 60.0
+    ) -> Any:
+        """See `WorkerHandle.request`."""
+        if self._dead.is_set():
+            raise WorkerDied(f"{self.name} (pid {self.pid}) has ended")
+        request = Request(next(self._ids), method, payload or {})
+        future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self._open[request.id] = future
+        try:
+            self._writer.write(frame(self._encoder.encode(request)))
+            await self._writer.drain()
+            return await asyncio.wait_for(future, timeout_s)
+        except (ConnectionError, BrokenPipeError) as error:
+            raise WorkerDied(f"{self.name} (pid {self.pid}) ended") from error
+        finally:
+            self._open.pop(request.id, None)
+
+    async def wait_dead(self) -> None:
+        """See `WorkerHandle.wait_dead`."""
+        await self._dead.wait()
+
+    async def stop(self, *, grace_s: float = 5.0) -> None:
+        """See `WorkerHandle.stop`."""
+        self._writer.close()
+        with contextlib.suppress(Exception):
+            await self._writer.wait_closed()
+        try:
+            await asyncio.to_thread(self._process.wait, grace_s)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            await asyncio.to_thread(self._process.wait)
+        self._reader_task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await self._reader_task
+
+
+def _spawn(spec: WorkerSpec, sock: socket.socket, env: dict[str, str]) -> subprocess.Popen[bytes]:
+    """Start the interpreter that becomes the worker; closes this side's copy of `sock`."""
+    with contextlib.ExitStack() as stack:
+        stack.callback(sock.close)
+        log = None
+        if spec.log_path is not None:
+            log = stack.enter_context(open(spec.log_path, "ab"))
+        return subprocess.Popen(
+            [sys.executable, "-m", "headrace.cluster.worker", str(sock.fileno())],
+            pass_fds=[sock.fileno()],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            env=env,
+        )
+
+
+class LocalCluster:
+    """Starts workers on this machine. See `Cluster`."""
+
+    def __init__(self) -> None:
+        self._handles: list[LocalHandle] = []
+
+    async def start(self, spec: WorkerSpec) -> LocalHandle:
+        """Start one worker; returns as soon as the process runs, before its target is ready.
+
+        Raises:
+            ValueError: `spec` asks for more threads than the cores it owns.
+        """
+        if spec.cores and spec.threads > len(spec.cores):
+            raise ValueError(
+                f"{spec.name}: {spec.threads} threads on {len(spec.cores)} cores; "
+                "oversubscribed compute threads slow each other down many times"
+            )
+        ours, theirs = socket.socketpair()
+        env = dict(os.environ)
+        for variable in _THREAD_VARIABLES:
+            env[variable] = str(spec.threads)
+        # Spinning OpenMP threads would eat a core that the gateway and sandboxes need.
+        env.setdefault("KMP_BLOCKTIME", "0")
+        env.setdefault("GOMP_SPINCOUNT", "0")
+        process = _spawn(spec, theirs, env)
+        reader, writer = await asyncio.open_unix_connection(sock=ours)
+        writer.write(frame(msgspec.msgpack.encode(spec)))
+        await writer.drain()
+        self._handles = [handle for handle in self._handles if handle.alive]
+        handle = LocalHandle(spec, process, reader, writer)
+        self._handles.append(handle)
+        return handle
+
+    async def close(self) -> None:
+        """Stop every worker still running."""
+        await asyncio.gather(*(handle.stop() for handle in self._handles))
+        self._handles.clear()

@@ -1,0 +1,127 @@
+"""The worker's side: `python -m headrace.cluster.worker FD` in a fresh interpreter.
+
+The first frame on the socket is the `WorkerSpec`. Cores and threads are set before the target is
+imported, because OpenMP reads them once. A reader thread turns frames into requests, so a busy
+worker can look for news between two steps without blocking.
+"""
+
+import contextlib
+import ctypes
+import importlib
+import os
+import queue
+import signal
+import socket
+import struct
+import sys
+import threading
+from typing import Any
+
+import msgspec
+
+from headrace.cluster.types import Reply, Request, WorkerSpec
+
+_HEADER = struct.Struct("<I")
+MAX_FRAME = 1 << 31
+MAX_WAITING = 65_536
+
+
+def read_exactly(sock: socket.socket, n: int) -> bytes | None:
+    """n bytes from `sock`, or None at its end."""
+    chunks = bytearray()
+    while len(chunks) < n:
+        part = sock.recv(min(1 << 20, n - len(chunks)))
+        if not part:
+            return None
+        chunks += part
+    return bytes(chunks)
+
+
+def read_frame(sock: socket.socket) -> bytes | None:
+    """One length-prefixed frame, or None at the end of the stream."""
+    header = read_exactly(sock, _HEADER.size)
+    if header is None:
+        return None
+    return read_exactly(sock, _HEADER.unpack(header)[0])
+
+
+def frame(data: bytes) -> bytes:
+    """`data` with its length in front."""
+    if len(data) >= MAX_FRAME:
+        raise ValueError(f"frame of {len(data)} bytes is over the limit of {MAX_FRAME}")
+    return _HEADER.pack(len(data)) + data
+
+
+class WorkerConnection:
+    """What a worker talks to. `closed` turns True when the parent hangs up."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock = sock
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder = msgspec.msgpack.Decoder(Request)
+        self._requests: queue.Queue[Request | None] = queue.Queue(MAX_WAITING)
+        self._send_lock = threading.Lock()
+        self.closed = False
+        threading.Thread(target=self._read, name="connection", daemon=True).start()
+
+    def _read(self) -> None:
+        try:
+            while (data := read_frame(self._sock)) is not None:
+                self._requests.put(self._decoder.decode(data))
+        except OSError:
+            pass
+        finally:
+            self.closed = True
+            self._requests.put(None)
+
+    def poll(self, timeout_s: float) -> Request | None:
+        """The next request; None when there is none within `timeout_s` seconds or at the end."""
+        try:
+            if timeout_s <= 0:
+                return self._requests.get_nowait()
+            return self._requests.get(timeout=timeout_s)
+        except queue.Empty:
+            return None
+
+    def reply(self, request_id: int, result: Any = None) -> None:
+        """Answer a request with a msgpack-able result."""
+        self._send(Reply(request_id, result))
+
+    def fail(self, request_id: int, code: str, message: str) -> None:
+        """Answer a request with an error."""
+        self._send(Reply(request_id, None, (code, message)))
+
+    def _send(self, reply: Reply) -> None:
+        data = frame(self._encoder.encode(reply))
+        with self._send_lock, contextlib.suppress(OSError):
+            self._sock.sendall(data)
+
+
+def _die_with_parent() -> None:
+    """Ask the kernel for SIGKILL when the parent ends: a killed run leaves nothing behind."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)
+
+
+def main() -> None:
+    """Entry point of the worker process."""
+    parent = os.getppid()
+    _die_with_parent()
+    if os.getppid() != parent:
+        return
+    # Ctrl-C reaches the whole terminal group; only the parent decides what it means.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    sock = socket.socket(fileno=int(sys.argv[1]))
+    first = read_frame(sock)
+    if first is None:
+        return
+    spec = msgspec.msgpack.decode(first, type=WorkerSpec)
+    if spec.cores:
+        os.sched_setaffinity(0, spec.cores)
+    module, _, name = spec.target.partition(":")
+    worker = getattr(importlib.import_module(module), name)(WorkerConnection(sock), **spec.kwargs)
+    worker.run()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,81 @@
+"""The local cluster: requests, failures, death, pinning."""
+
+import asyncio
+import os
+import signal
+
+import pytest
+
+from headrace.cluster.local import LocalCluster, available_cores
+from headrace.cluster.types import WorkerDied, WorkerFailure, WorkerSpec
+
+
+class EchoWorker:
+    """Answers a few methods; runs in the worker process."""
+
+    def __init__(self, connection, greeting: str = "") -> None:
+        self.connection = connection
+        self.greeting = greeting
+
+    def run(self) -> None:
+        while not self.connection.closed:
+            request = self.connection.poll(0.5)
+            if request is None:
+                continue
+            if request.method == "echo":
+                self.connection.reply(request.id, [self.greeting, request.payload])
+            elif request.method == "where":
+                self.connection.reply(
+                    request.id,
+                    [sorted(os.sched_getaffinity(0)), os.environ["OMP_NUM_THREADS"]],
+                )
+            elif request.method == "fail":
+                self.connection.fail(request.id, "no", "because")
+            elif request.method == "die":
+                os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.fixture
+async def cluster(monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", os.path.dirname(__file__))
+    local = LocalCluster()
+    yield local
+    await local.close()
+
+
+async def test_requests_failures_and_many_open_at_once(cluster):
+    handle = await cluster.start(WorkerSpec("w", "test_local:EchoWorker", {"greeting": "hi"}))
+    answers = await asyncio.gather(*(handle.request("echo", {"n": n}) for n in range(50)))
+    assert answers == [["hi", {"n": n}] for n in range(50)]
+    with pytest.raises(WorkerFailure, match="no: because"):
+        await handle.request("fail")
+    with pytest.raises(TimeoutError):
+        await handle.request("unknown", timeout_s=0.05)
+    assert await handle.request("echo", {}) == ["hi", {}]
+
+
+async def test_a_killed_worker_fails_its_open_requests(cluster):
+    handle = await cluster.start(WorkerSpec("w", "test_local:EchoWorker"))
+    await handle.request("echo", {})
+    with pytest.raises(WorkerDied):
+        await handle.request("die")
+    await asyncio.wait_for(handle.wait_dead(), 10)
+    assert not handle.alive
+    with pytest.raises(WorkerDied):
+        await handle.request("echo")
+
+
+async def test_cores_and_threads_are_set_before_the_target_runs(cluster):
+    core = available_cores()[-1]
+    handle = await cluster.start(WorkerSpec("w", "test_local:EchoWorker", cores=(core,)))
+    assert await handle.request("where") == [[core], "1"]
+    with pytest.raises(ValueError, match="2 threads on 1 cores"):
+        await cluster.start(WorkerSpec("x", "test_local:EchoWorker", cores=(core,), threads=2))
+
+
+async def test_close_leaves_no_process(cluster):
+    handle = await cluster.start(WorkerSpec("w", "test_local:EchoWorker"))
+    await handle.request("echo", {})
+    await cluster.close()
+    with pytest.raises(ProcessLookupError):
+        os.kill(handle.pid, 0)
