@@ -1,0 +1,373 @@
+"""The live view of a run in a terminal, and the plain log that replaces it everywhere else.
+
+It only shows what it is told; it reads no files and knows no rooms. Frames are drawn by rich's own
+thread once a second, so the loop that reports pays only for storing a number.
+"""
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Self
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from headrace.observe.braille import bar, curve
+from headrace.observe.units import count, duration, interval, label_of, percent, short
+
+_HISTORY = 4096
+"""Rows kept for the curve; older ones are thinned, so memory stays bounded on long runs."""
+
+
+class _Stage:
+    """What is known about one stage while the run goes on."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.kind = ""
+        self.total: float | None = None
+        self.unit = "s"
+        self.fraction = 0.0
+        self.started: float | None = None
+        self.wall_s: float | None = None
+        self.step = 0
+        self.latest: dict[str, float] = {}
+        self.curve: list[float] = []
+
+
+class LiveView:
+    """Context manager that shows a run's progress.
+
+    Args:
+        recipe_name: for the title.
+        stages: stage names in order; a stage that starts without being listed is added.
+        run_dir: for the title.
+        enabled: True draws the live view, False logs plain lines, None decides by the terminal.
+        budgets: seconds each stage may use, where known, for the remaining time.
+        console: where to draw; stdout by default.
+        log_every_s: least seconds between plain progress lines.
+        clock: monotonic seconds; replaced in tests.
+    """
+
+    def __init__(
+        self,
+        recipe_name: str,
+        stages: Sequence[str],
+        run_dir: Path,
+        enabled: bool | None = None,
+        *,
+        budgets: Mapping[str, float] | None = None,
+        console: Console | None = None,
+        log_every_s: float = 10.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._recipe = recipe_name
+        self._run_dir = run_dir
+        self._stages = [_Stage(name) for name in stages]
+        self._budgets = dict(budgets or {})
+        self._console = console or Console()
+        self._fancy = self._console.is_terminal if enabled is None else enabled
+        self._log_every_s = log_every_s
+        self._clock = clock
+        self._begun = clock()
+        self._last_line = -float("inf")
+        self._current: _Stage | None = None
+        self._evaluations: list[Mapping[str, Any]] = []
+        self._messages: deque[str] = deque(maxlen=2)
+        self._lock = threading.Lock()
+        self._live: Live | None = None
+
+    def __enter__(self) -> Self:
+        if self._fancy:
+            self._live = Live(
+                get_renderable=self.render, console=self._console, refresh_per_second=1
+            )
+            self._live.start()
+        else:
+            names = ", ".join(stage.name for stage in self._stages)
+            self._line(f"headrace {self._recipe}: stages {names}; run directory {self._run_dir}")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._finish_current()
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+
+    # -- what the loop reports -------------------------------------------------------------------
+
+    def stage_started(self, name: str, kind: str, total: float | None, unit: str = "s") -> None:
+        """A stage begins; the one before it ends.
+
+        Args:
+            name: stage name.
+            kind: "sft", "agentic_rl" or "evaluation"; decides which curve is drawn.
+            total: its budget in `unit`, if known.
+            unit: "s" for seconds, else what is counted, e.g. "updates".
+        """
+        with self._lock:
+            self._finish_current()
+            stage = next((s for s in self._stages if s.name == name), None)
+            if stage is None:
+                stage = _Stage(name)
+                done = sum(s.started is not None for s in self._stages)
+                self._stages.insert(done, stage)
+            stage.kind, stage.total, stage.unit = kind, total, unit
+            stage.started, stage.wall_s, stage.fraction = self._clock(), None, 0.0
+            self._current = stage
+        if not self._fancy:
+            budget = "" if total is None else f", budget {_amount(total, unit)}"
+            self._line(f"stage {name} ({kind}) started{budget}")
+
+    def stage_finished(self) -> None:
+        """The current stage is over, and nothing else has begun yet."""
+        with self._lock:
+            self._finish_current()
+
+    def progress(self, fraction: float) -> None:
+        """How much of the current stage is done, in [0, 1]."""
+        with self._lock:
+            if self._current is not None:
+                self._current.fraction = min(max(fraction, 0.0), 1.0)
+        self._maybe_line()
+
+    def metrics(self, stage: str, step: int, metrics: Mapping[str, float]) -> None:
+        """One metrics row, with the names that metrics.jsonl uses."""
+        with self._lock:
+            target = next((s for s in self._stages if s.name == stage), None)
+            if target is None:
+                return
+            target.step = step
+            target.latest.update(metrics)
+            value = metrics.get("reward_mean", metrics.get("loss"))
+            if value is not None:
+                target.curve.append(value)
+                if len(target.curve) > _HISTORY:
+                    target.curve = target.curve[::2]
+        self._maybe_line()
+
+    def evaluation(self, record: Mapping[str, Any]) -> None:
+        """A finished evaluation (the record that summary.json keeps)."""
+        with self._lock:
+            self._evaluations.append(record)
+        if not self._fancy:
+            self._line(f"evaluation {_evaluation_words(record)}")
+
+    def message(self, text: str) -> None:
+        """A line worth reading: restarts, warnings, where the report is."""
+        with self._lock:
+            self._messages.append(text)
+        if not self._fancy:
+            self._line(text)
+
+    # -- plain log -------------------------------------------------------------------------------
+
+    def _line(self, text: str) -> None:
+        self._last_line = self._clock()
+        stamp = duration(self._last_line - self._begun)
+        self._console.print(
+            f"[{stamp:>7}] {text}", markup=False, highlight=False, soft_wrap=True, emoji=False
+        )
+
+    def _maybe_line(self) -> None:
+        if self._fancy or self._clock() - self._last_line < self._log_every_s:
+            return
+        with self._lock:
+            stage = self._current
+            if stage is None:
+                return
+            parts = [f"{stage.name} {percent(stage.fraction, 0)}", *_plain_numbers(stage)]
+            left = self._stage_left(stage)
+            if left is not None:
+                parts.append(f"left {duration(left)}")
+        self._line(" · ".join(parts))
+
+    # -- state -----------------------------------------------------------------------------------
+
+    def _finish_current(self) -> None:
+        stage = self._current
+        if stage is not None and stage.started is not None:
+            stage.wall_s = self._clock() - stage.started
+        self._current = None
+
+    def _stage_left(self, stage: _Stage) -> float | None:
+        """Seconds until `stage` ends, or None while that cannot be told."""
+        if stage.started is None:
+            return self._budgets.get(stage.name)
+        spent = self._clock() - stage.started
+        if stage.unit == "s" and stage.total is not None:
+            return max(stage.total - spent, 0.0)
+        if stage.fraction < 0.02:
+            return None
+        return spent * (1 - stage.fraction) / stage.fraction
+
+    def _run_left(self) -> float | None:
+        """Seconds until the last stage ends, or None when a stage's length is unknown."""
+        left = [self._stage_left(s) for s in self._stages if s.wall_s is None]
+        known = [x for x in left if x is not None]
+        return sum(known) if known and len(known) == len(left) else None
+
+    # -- drawing ---------------------------------------------------------------------------------
+
+    def render(self) -> RenderableType:
+        """The view as it is now."""
+        with self._lock:
+            width = min(self._console.width, 120)
+            inner = width - 4
+            shown = self._shown_stage()
+            parts: list[RenderableType] = [self._stage_table()]
+            if shown is not None and shown.curve:
+                parts += [Text(), _chart(shown, inner)]
+            if shown is not None and shown.latest:
+                parts += [Text(), _numbers(shown, inner)]
+            if self._evaluations:
+                parts += [Text(), *(_evaluation_line(e) for e in self._evaluations[-5:])]
+            parts += [Text(m, style="dim", overflow="fold") for m in self._messages]
+            left = self._run_left()
+            clock = duration(self._clock() - self._begun) + " elapsed"
+            if left is not None and self._current is not None:
+                clock += f" · about {duration(left)} left"
+            return Panel(
+                Group(*parts),
+                title=Text.assemble(("headrace", "bold cyan"), " · ", (self._recipe, "bold")),
+                subtitle=Text(clock, style="dim"),
+                title_align="left",
+                subtitle_align="right",
+                border_style="cyan",
+                width=width,
+                padding=(0, 1),
+            )
+
+    def _shown_stage(self) -> _Stage | None:
+        """The stage whose curve is drawn: the running one, else the last with rows."""
+        if self._current is not None and self._current.curve:
+            return self._current
+        return next((s for s in reversed(self._stages) if s.curve), None)
+
+    def _stage_table(self) -> Table:
+        table = Table.grid(padding=(0, 1), expand=True)
+        table.add_column(width=1)
+        table.add_column(no_wrap=True)
+        table.add_column(ratio=1)
+        table.add_column(justify="right", no_wrap=True)
+        for stage in self._stages:
+            table.add_row(*self._stage_row(stage))
+        return table
+
+    def _stage_row(self, stage: _Stage) -> list[Text]:
+        if stage.started is None:
+            budget = self._budgets.get(stage.name)
+            words = "" if budget is None else f"up to {duration(budget)}"
+            return [Text("·", "dim"), Text(stage.name, "dim"), Text(), Text(words, "dim")]
+        spent = (self._clock() if stage.wall_s is None else 0.0) - stage.started
+        if stage.wall_s is not None:
+            words = f"{_steps(stage)}{duration(stage.wall_s)}"
+            return [Text("✓", "green"), Text(stage.name), Text(), Text(words, "dim")]
+        filled = round(stage.fraction * 24)
+        track = Text.assemble(("━" * filled, "cyan"), ("━" * (24 - filled), "grey37"))
+        track.append(f" {percent(stage.fraction, 0):>4}")
+        left = self._stage_left(stage)
+        words = f"{_steps(stage)}{duration(spent)}"
+        words += "" if left is None else f" · {duration(left)} left"
+        return [Text("▸", "bold cyan"), Text(stage.name, "bold"), track, Text(words)]
+
+
+def _amount(total: float, unit: str) -> str:
+    return duration(total) if unit == "s" else f"{count(total)} {unit}"
+
+
+def _steps(stage: _Stage) -> str:
+    if not stage.step:
+        return ""
+    noun = "update" if stage.kind == "agentic_rl" else "step"
+    return f"{noun} {count(stage.step)} · "
+
+
+def _evaluation_words(record: Mapping[str, Any]) -> str:
+    return (
+        f"{label_of(record)}: {percent(record.get('success'))} "
+        f"({interval(record.get('low', 0.0), record.get('high', 1.0))}, n={record.get('n')})"
+    )
+
+
+def _evaluation_line(record: Mapping[str, Any]) -> Text:
+    line = Text("held-out success ", style="dim")
+    line.append(f"{label_of(record):<24}", style="default")
+    line.append(f"{percent(record.get('success')):>6}", style="bold green")
+    spread = interval(record.get("low", 0.0), record.get("high", 1.0))
+    line.append(f"  {spread}  n={record.get('n')}", style="dim")
+    return line
+
+
+def _chart(stage: _Stage, width: int) -> Table:
+    """The stage's curve with its scale on the left."""
+    rewards = "reward_mean" in stage.latest
+    values = stage.curve
+    low, high = (0.0, 1.0) if rewards else (min(values), max(values))
+    if not rewards:
+        low = min(low, 0.0) if low < 0.3 * high else low
+        high = high if high > low else low + 1.0
+    label = max(len(short(low)), len(short(high)))
+    lines = curve(values, max(width - label - 3, 10), 6, low, high)
+    table = Table.grid(padding=0)
+    table.add_column(justify="right", width=label + 1, style="dim")
+    table.add_column(no_wrap=True)
+    name = "reward (mean of scored rollouts)" if rewards else "loss"
+    table.add_row("", Text(f" {name}, now {short(values[-1])}", style="bold"))
+    for index, line in enumerate(lines):
+        scale = short(high) if index == 0 else short(low) if index == len(lines) - 1 else ""
+        edge = "┤" if scale else "│"
+        colour = "green" if rewards else "yellow"
+        table.add_row(scale, Text.assemble((edge, "dim"), (line, colour)))
+    return table
+
+
+def _numbers(stage: _Stage, width: int) -> RenderableType:
+    """Throughput, utilisation, queue and staleness of an RL stage, or an SFT stage's rates."""
+    m = stage.latest
+    if "reward_mean" not in m:
+        return Text(" · ".join(_plain_numbers(stage)))
+    table = Table.grid(padding=(0, 1))
+    bar_width = 20 if width < 100 else 32
+    for side, busy, rate in (
+        ("engine", "engine_busy", "gen_tokens_per_s"),
+        ("trainer", "trainer_busy", "train_tokens_per_s"),
+    ):
+        share = m.get(busy)
+        drawn = Text(bar(share or 0.0, bar_width), style="cyan on grey19")
+        words = f"{percent(share, 0):>4} busy · {short(m.get(rate))} tokens/s"
+        table.add_row(Text(side, "dim"), drawn, words)
+    tau = f"staleness {short(m.get('lag_mean'))} mean, {short(m.get('lag_max'))} max"
+    masked = m.get("masked_low", 0.0) + m.get("masked_high", 0.0)
+    queue = f"queue {short(m.get('queue_groups'))} groups"
+    flight = f"{short(m.get('rollouts_in_flight'))} rollouts in flight"
+    lines = [
+        f"success {percent(m.get('success_rate'), 0)} · {queue} · {flight}",
+        f"{tau} · masked {percent(masked)} · "
+        f"mismatch {short(m.get('mismatch_mean_abs'))} · weights v{short(m.get('version'))}",
+    ]
+    return Group(table, *(Text(line, overflow="fold") for line in lines))
+
+
+def _plain_numbers(stage: _Stage) -> list[str]:
+    """The numbers of a one-line log, most telling first."""
+    m = stage.latest
+    shown = (
+        ("reward", "reward_mean", short),
+        ("success", "success_rate", lambda v: percent(v, 0)),
+        ("loss", "loss", short),
+        ("gen tok/s", "gen_tokens_per_s", short),
+        ("train tok/s", "train_tokens_per_s", short),
+        ("tok/s", "tokens_per_s", short),
+        ("queue", "queue_groups", short),
+        ("lag", "lag_mean", short),
+        ("lr", "learning_rate", short),
+    )
+    parts = [f"{_steps(stage).removesuffix(' · ')}"] if stage.step else []
+    return parts + [f"{label} {write(m[key])}" for label, key, write in shown if key in m]

@@ -1,0 +1,80 @@
+"""How numbers are written for people: durations, rates, percentages, intervals, token text.
+
+One place, so that the live view, the report and `headrace show` agree to the last digit.
+"""
+
+import math
+import time
+from collections.abc import Mapping
+from typing import Any
+
+
+def duration(seconds: float | None) -> str:
+    """ "0.4 s", "42 s", "3:07", "1:02:03"; "–" when unknown."""
+    if seconds is None or not math.isfinite(seconds):
+        return "–"
+    if seconds < 9.95:
+        return f"{max(seconds, 0.0):.1f} s"
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    hours, rest = divmod(whole, 3600)
+    minutes, secs = divmod(rest, 60)
+    return f"{hours}:{minutes:02d}:{secs:02d}" if hours else f"{minutes}:{secs:02d}"
+
+
+def percent(rate: float | None, digits: int = 1) -> str:
+    """ "81.3%" from 0.813; "–" when unknown."""
+    if rate is None or not math.isfinite(rate):
+        return "–"
+    return f"{100 * rate:.{digits}f}%"
+
+
+def points(difference: float) -> str:
+    """ "+30.7" percentage points from 0.307, always signed."""
+    return f"{100 * difference:+.1f}"
+
+
+def count(value: float | None) -> str:
+    """ "1,234,567"; "–" when unknown."""
+    return "–" if value is None or not math.isfinite(value) else f"{value:,.0f}"
+
+
+def short(value: float | None) -> str:
+    """Three significant digits with a magnitude letter: "842", "3.1k", "12M", "0.0042"."""
+    if value is None or not math.isfinite(value):
+        return "–"
+    size = abs(value)
+    for limit, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if size >= limit:
+            scaled = value / limit
+            return f"{scaled:.{1 if abs(scaled) < 100 else 0}f}{letter}"
+    if size >= 100 or value == int(value):
+        return f"{value:.0f}"
+    if size >= 0.001:
+        return f"{value:.3g}"
+    return f"{value:.1e}"
+
+
+def interval(low: float, high: float) -> str:
+    """ "46.7–57.9%" from two rates."""
+    return f"{100 * low:.1f}–{100 * high:.1f}%"
+
+
+def label_of(evaluation: Mapping[str, Any]) -> str:
+    """What an evaluation measured, in words: "before training" or "after rl", greedy marked."""
+    after = str(evaluation.get("after", "?"))
+    words = "before training" if after == "start" else f"after {after}"
+    return f"{words}, greedy" if evaluation.get("temperature") == 0 else words
+
+
+def moment(unix: float | None) -> str:
+    """Local date and time to the second; "–" when unknown."""
+    return "–" if not unix else time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(unix))
+
+
+def printable(text: str) -> str:
+    """`text` on one line: control characters and line ends shown as escapes."""
+    return "".join(
+        ch if ch.isprintable() else ch.encode("unicode_escape").decode("ascii") for ch in text
+    )
