@@ -1,0 +1,228 @@
+"""Hugging Face checkpoint directories in and out: config.json and safetensors, whole or sharded.
+
+Works on a decoder's tensors under their Hugging Face names (`Decoder.hf_tensors`), so it knows no
+architecture. Names and shapes are checked for the whole checkpoint before the first weight changes.
+"""
+
+import json
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from headrace.errors import UserError
+from headrace.model.config import ModelConfig
+from headrace.model.decoder import Decoder
+from headrace.model.directory_swap import replaced_directory
+
+WEIGHTS_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+    "chat_template.json",
+)
+
+
+def load_checkpoint(
+    path: str | Path,
+    *,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str | None = None,
+) -> Decoder:
+    """Build a decoder from a Hugging Face directory.
+
+    Args:
+        path: directory with config.json and model.safetensors, or a sharded index.
+        dtype: what the weights are cast to.
+        device: where they go; None is torch's default device.
+
+    Raises:
+        UserError: unsupported architecture, or a missing, corrupt or unfitting file.
+    """
+    model = Decoder(ModelConfig.from_file(path), device=device, dtype=dtype)
+    _copy_weights(model, Path(path))
+    return model
+
+
+def load_weights_into(model: Decoder, path: str | Path) -> None:
+    """Overwrite the weights of `model` in place with those of a checkpoint; nothing is reallocated.
+
+    Storage, dtype and device of the parameters stay, so optimizers, compiled graphs and shared
+    memory keep pointing at them. An error that can be told from the files' headers leaves the model
+    as it was.
+
+    Raises:
+        UserError: a missing, corrupt or unfitting file, or another architecture than the model's.
+    """
+    config = ModelConfig.from_file(path)
+    if config != model.config:
+        changed = ", ".join(
+            f"{name} {getattr(model.config, name)!r} -> {getattr(config, name)!r}"
+            for name in vars(config)
+            if getattr(config, name) != getattr(model.config, name)
+        )
+        raise UserError(
+            f"checkpoint {path}: not the running model's architecture ({changed}); "
+            "load a checkpoint of the same model"
+        )
+    _copy_weights(model, Path(path))
+
+
+def save_checkpoint(
+    model: Decoder,
+    path: str | Path,
+    *,
+    dtype: torch.dtype | None = None,
+    tokenizer_from: str | Path | None = None,
+) -> None:
+    """Write a Hugging Face directory that headrace and transformers load, replacing `path` at once.
+
+    Args:
+        model: weights are read as they are now.
+        path: directory to create or replace as a whole.
+        dtype: of the stored weights; None keeps each weight's own.
+        tokenizer_from: directory whose tokenizer files are copied along; may be `path` itself.
+
+    Raises:
+        UserError: the directory cannot be written, or `tokenizer_from` has no tokenizer.
+    """
+    path = Path(path)
+    config = {**model.config.to_hf(), "dtype": _name(dtype or model.embed.weight.dtype)}
+    tensors = {
+        name: view.to("cpu", dtype or view.dtype).contiguous()
+        for name, view in model.hf_tensors().items()
+    }
+    with checkpoint_directory(path) as draft:
+        if tokenizer_from is not None:
+            copy_tokenizer(Path(tokenizer_from), draft)
+        write_weights(tensors, config, draft)
+
+
+@contextmanager
+def checkpoint_directory(path: Path) -> Iterator[Path]:
+    """`replaced_directory`, with what the file system refuses turned into one line for the user."""
+    try:
+        with replaced_directory(path) as draft:
+            yield draft
+    except (OSError, SafetensorError) as error:
+        # safetensors reports a full disk as its own error type.
+        reason = getattr(error, "strerror", None) or str(error)
+        raise UserError(
+            f"checkpoint {path}: cannot be written ({reason}); "
+            "free disk space or choose another directory"
+        ) from error
+
+
+def write_weights(tensors: Mapping[str, Tensor], config: Mapping[str, Any], path: Path) -> None:
+    """Write config.json and model.safetensors into an existing directory.
+
+    Raises:
+        OSError, SafetensorError: the files cannot be written.
+    """
+    config_file, weights_file = path / "config.json", path / WEIGHTS_FILE
+    config_file.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    save_file(dict(tensors), weights_file, metadata={"format": "pt"})
+    # safetensors makes its file private whatever the umask says; readers may be other users.
+    weights_file.chmod(config_file.stat().st_mode & 0o777)
+
+
+def copy_tokenizer(source: Path, target: Path) -> None:
+    """Copy the tokenizer files of one checkpoint directory into another.
+
+    Raises:
+        UserError: `source` holds none.
+        OSError: a file cannot be copied.
+    """
+    found = [name for name in TOKENIZER_FILES if (source / name).is_file()]
+    if not found:
+        raise UserError(
+            f"tokenizer directory {source}: holds no tokenizer files; "
+            "give a directory with tokenizer.json"
+        )
+    for name in found:
+        shutil.copyfile(source / name, target / name)
+
+
+@torch.no_grad()
+def _copy_weights(model: Decoder, path: Path) -> None:
+    """Check every name and shape of the checkpoint against the model, then copy."""
+    targets = model.hf_tensors()
+    with ExitStack() as stack:
+        sources: dict[str, Any] = {}
+        for file in _weight_files(path):
+            opened = stack.enter_context(_open(file))
+            sources |= dict.fromkeys(opened.keys(), opened)
+        _check_names(path, set(sources), set(targets), tied=model.config.tie_embeddings)
+        for name, target in targets.items():
+            shape = tuple(sources[name].get_slice(name).get_shape())
+            if shape != tuple(target.shape):
+                raise UserError(
+                    f"checkpoint {path}: {name} has shape {list(shape)} but config.json asks for "
+                    f"{list(target.shape)}; the two files do not belong together"
+                )
+        for name, target in targets.items():
+            target.copy_(sources[name].get_tensor(name))
+
+
+def _weight_files(path: Path) -> list[Path]:
+    """The safetensors files of a checkpoint, each once."""
+    if (path / WEIGHTS_FILE).is_file():
+        return [path / WEIGHTS_FILE]
+    index = path / INDEX_FILE
+    if not index.is_file():
+        raise UserError(
+            f"checkpoint {path}: has neither {WEIGHTS_FILE} nor {INDEX_FILE}; "
+            "convert the weights to safetensors or give another directory"
+        )
+    try:
+        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"{index} is corrupt ({error}); restore the file") from error
+    for name in names:
+        # A shard lies beside its index: a name that leads elsewhere is not a checkpoint's.
+        if Path(name).name != name or not (path / name).is_file():
+            raise UserError(f"{index}: shard {name!r} is missing; restore the file")
+    return [path / name for name in names]
+
+
+@contextmanager
+def _open(file: Path) -> Iterator[Any]:
+    try:
+        with safe_open(file, framework="pt", device="cpu") as opened:
+            yield opened
+    except (SafetensorError, OSError) as error:
+        raise UserError(
+            f"{file} is corrupt or unreadable ({error}); restore the file from its source"
+        ) from error
+
+
+def _check_names(path: Path, found: set[str], wanted: set[str], *, tied: bool) -> None:
+    # Some writers also store a tied projection and the rotary frequencies; both are derived.
+    extra = {name for name in found - wanted if not name.endswith("rotary_emb.inv_freq")}
+    if tied:
+        extra.discard("lm_head.weight")
+    for problem, names in (("lacks", wanted - found), ("has the unexpected", extra)):
+        if names:
+            first = min(names)
+            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+            raise UserError(
+                f"checkpoint {path}: {problem} weight {first}{more}; "
+                "weights and config.json do not belong together"
+            )
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,48 @@
+"""The gated feed-forward of a block: SwiGLU, one token at a time.
+
+Source: Shazeer, GLU Variants Improve Transformer, arXiv 2002.05202, eq. 6.
+"""
+
+from collections.abc import Iterator
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from headrace.model.config import ModelConfig
+from headrace.model.linear import new_linear
+
+
+class SwiGLU(nn.Module):
+    """down(silu(gate(x)) * up(x)); `gate_up` is one projection, rows in the order gate, up."""
+
+    hf_prefix = "mlp"
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        layer: int,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        hidden, inner = config.hidden_size, config.intermediate_size
+        self.gate_up = new_linear(hidden, 2 * inner, bias=False, device=device, dtype=dtype)
+        self.down = new_linear(inner, hidden, bias=False, device=device, dtype=dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, T, D] -> [B, T, D]."""
+        gate, up = self.gate_up(x).chunk(2, dim=-1)
+        return self.down(F.silu(gate) * up)
+
+    def residual_outputs(self) -> Iterator[Tensor]:
+        """Weights whose output is added to the residual stream (initialised smaller)."""
+        yield self.down.weight
+
+    def hf_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Name below `hf_prefix` and view into the parameters, for every Hugging Face tensor."""
+        gate, up = self.gate_up.weight.detach().chunk(2)
+        yield "gate_proj.weight", gate
+        yield "up_proj.weight", up
+        yield "down_proj.weight", self.down.weight.detach()
