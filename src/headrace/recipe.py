@@ -237,15 +237,17 @@ class AgenticRlStage(StageTable):
     advantage_std: bool = False
     """Divide advantages by the group's standard deviation (off in eq. 3)."""
     learning_rate: Annotated[float, Field(gt=0.0)] = 2e-4
-    """Constant learning rate of AdamW."""
+    """Learning rate of AdamW after the warm-up."""
+    final_learning_rate: Fraction = 1.0
+    """Share of learning_rate that is left at the end of the budget; the fall is linear."""
     warmup_updates: Annotated[int, Field(ge=0)] = 0
     """Updates of linear learning-rate warm-up at the stage's start."""
     adam_beta2: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.95
     """Second-moment decay."""
     temperature: Annotated[float, Field(gt=0.0)] = 1.0
     """Sampling temperature of rollouts."""
-    checkpoint_every: Positive = 1
-    """Publications between durable checkpoints; a crash replays at most this many."""
+    max_sequence: Positive | None = None
+    """Longest sequence trained on, in tokens; by default engine.max_context."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of matrix products in the trainer; weights and optimizer state stay float32."""
 

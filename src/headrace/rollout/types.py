@@ -186,6 +186,7 @@ class Segment(msgspec.Struct, frozen=True):
         train_mask: True exactly on sampled tokens this segment owns (laws L2 and L3).
         logprobs: rollout logprob on sampled tokens, 0.0 elsewhere.
         versions: weight version on sampled tokens, -1 elsewhere.
+        call_ids: the calls whose sampled tokens this segment owns, in path order.
     """
 
     session_id: str
@@ -193,6 +194,7 @@ class Segment(msgspec.Struct, frozen=True):
     train_mask: tuple[bool, ...]
     logprobs: tuple[float, ...]
     versions: tuple[int, ...]
+    call_ids: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         n = len(self.ids)

@@ -1,0 +1,417 @@
+"""Keeps rollouts in flight, decides their groups and cuts batches.
+
+Producer and consumer meet here: rollouts are dispatched group by group as long as there is room,
+never waiting for a batch; `cut` hands out a batch as soon as enough finished groups carry signal.
+Staleness is looked at in `cut` and nowhere else (law L7). All decisions go to the ledger first.
+"""
+
+import asyncio
+import contextlib
+import uuid
+from collections import deque
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+from headrace.errors import UserError
+from headrace.rollout.groups import GroupDecision, ScoredRollout, WeightedRollout, advantages
+from headrace.rollout.ledger import Ledger
+from headrace.rollout.records import TRAIN, Batch, BatchMember, Recovery, WaitingGroup
+from headrace.rollout.runner import FinishedRollout, RolloutRunner, Ticket
+from headrace.rollout.segments import segments
+from headrace.rollout.staleness import is_stale
+from headrace.rollout.types import DropReason, Outcome, Segment, Session
+from headrace.tasks.types import TaskInstance
+
+FAILURES_IN_A_ROW = 64
+"""So many environment failures without one success in between end the stage with an error."""
+
+
+class SourceConfig(msgspec.Struct, frozen=True):
+    """Constants of one RL stage; see `headrace.recipe.AgenticRlStage`."""
+
+    stage: str
+    group_size: int
+    groups_per_batch: int
+    concurrency: int
+    staleness: int
+    temperature: float
+    max_tokens: int
+    advantage_std: bool = False
+    synchronous: bool = False
+    ready_batches: int = 2
+    """Finished groups waiting for the trainer are bounded by this many batches."""
+
+
+class TrainingMember(msgspec.Struct, frozen=True):
+    """A trajectory of a batch: its segments, advantage and multiplicity."""
+
+    session_id: str
+    segments: tuple[Segment, ...]
+    advantage: float
+    multiplicity: int
+
+
+class TrainingBatch(msgspec.Struct, frozen=True):
+    """What the trainer gets. `index` identifies it in the ledger."""
+
+    index: int
+    members: tuple[TrainingMember, ...]
+
+
+class Window(msgspec.Struct):
+    """What happened since the last look; counts and sums."""
+
+    finished: int = 0
+    scored: int = 0
+    reward_sum: float = 0.0
+    env_failed: int = 0
+    turns: int = 0
+    sampled_tokens: int = 0
+    groups: int = 0
+    dropped_no_signal: int = 0
+    dropped_invalid: int = 0
+    dropped_stale: int = 0
+
+
+class _ReadyGroup(msgspec.Struct):
+    group_id: str
+    members: list[WeightedRollout]
+    sessions: dict[str, Session]
+
+
+class RolloutSource:
+    """The producer side of one RL stage.
+
+    Args:
+        instances: gives the instance of cursor 0, 1, 2, ...
+        cursor: first cursor not dispatched yet.
+    """
+
+    def __init__(
+        self,
+        config: SourceConfig,
+        *,
+        runner: RolloutRunner,
+        ledger: Ledger,
+        instances: Callable[[int], TaskInstance],
+        cursor: int = 0,
+        next_batch: int = 0,
+    ) -> None:
+        self.config = config
+        self.window = Window()
+        self._runner = runner
+        self._ledger = ledger
+        self._instances = instances
+        self._cursor = cursor
+        self._next_batch = next_batch
+        self._replay: deque[Batch] = deque()
+        self._open: dict[str, tuple[int, dict[str, Session]]] = {}
+        self._ready: deque[_ReadyGroup] = deque()
+        self._rollouts: dict[asyncio.Task[None], str] = {}
+        self._room_changed = asyncio.Event()
+        self._ready_changed = asyncio.Event()
+        self._failures = 0
+        self._last_failure = ""
+        self._producer: asyncio.Task[None] | None = None
+        self._credit = 0  # groups a synchronous stage may still dispatch for the coming batch
+        self._redispatch: deque[tuple[str, TaskInstance, int]] = deque()
+
+    # -- life -------------------------------------------------------------------------------
+
+    def resume(self, recovery: Recovery) -> None:
+        """Take over what a crashed process left: replays, waiting and incomplete groups."""
+        self._next_batch = recovery.next_batch
+        self._replay.extend(recovery.replay)
+        for waiting in recovery.undecided:
+            self._decide(
+                waiting.group_id,
+                {r.session_id: self._ledger.session(r.session_id) for r in waiting.rollouts},
+            )
+        for waiting in recovery.ready:
+            self._requeue(waiting)
+        for group in recovery.incomplete:
+            if group.stage != self.config.stage or group.purpose != TRAIN:
+                continue
+            kept = {s: self._ledger.session(s) for s in group.finished}
+            size = len(kept) + group.missing
+            self._open[group.group_id] = (size, kept)
+            instance = msgspec.convert(group.instance, TaskInstance)
+            self._redispatch.append((group.group_id, instance, group.missing))
+
+    def start(self) -> None:
+        """Begin to dispatch."""
+        self._producer = asyncio.create_task(self._produce(), name="rollout producer")
+        self._producer.add_done_callback(lambda _: self._wake())
+
+    async def stop(self) -> None:
+        """Cancel what is in flight and give every remaining trajectory its reason."""
+        if self._producer is not None:
+            self._producer.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._producer
+        for task in list(self._rollouts):
+            task.cancel()
+        await asyncio.gather(*self._rollouts, return_exceptions=True)
+        for group_id, (_, sessions) in self._open.items():
+            self._ledger.drop_group(group_id, DropReason.STAGE_ENDED)
+            sessions.clear()
+        self._open.clear()
+        self._ledger.drop(
+            [(m.session_id, DropReason.STAGE_ENDED) for g in self._ready for m in g.members]
+        )
+        self._ready.clear()
+
+    @property
+    def in_flight(self) -> int:
+        """Rollouts running now."""
+        return len(self._rollouts)
+
+    @property
+    def ready_groups(self) -> int:
+        """Groups waiting for the trainer."""
+        return len(self._ready)
+
+    @property
+    def cursor(self) -> int:
+        """Instances dispatched so far."""
+        return self._cursor
+
+    def take_window(self) -> Window:
+        """Counts since the last call."""
+        window, self.window = self.window, Window()
+        return window
+
+    # -- producing --------------------------------------------------------------------------
+
+    def _room(self) -> bool:
+        """Whether another group may be dispatched."""
+        config = self.config
+        if config.synchronous:
+            return self._credit > 0
+        if self._rollouts and len(self._rollouts) + config.group_size > config.concurrency:
+            return False
+        return len(self._ready) < config.ready_batches * config.groups_per_batch
+
+    async def _produce(self) -> None:
+        while True:
+            while self._redispatch:
+                group_id, instance, missing = self._redispatch.popleft()
+                self._dispatch(group_id, instance, missing)
+            while self._room():
+                group_id = f"{self.config.stage}-{self._cursor:06d}"
+                instance = self._instances(self._cursor)
+                self._cursor += 1
+                self._credit -= 1
+                self._open[group_id] = (self.config.group_size, {})
+                self._dispatch(group_id, instance, self.config.group_size)
+                # Give the rollouts of one group a head start over building the next.
+                await asyncio.sleep(0)
+            self._room_changed.clear()
+            await self._room_changed.wait()
+
+    def _dispatch(self, group_id: str, instance: TaskInstance, count: int) -> None:
+        tickets = [
+            Ticket(
+                session_id=f"{group_id}-{uuid.uuid4().hex[:8]}",
+                group_id=group_id,
+                stage=self.config.stage,
+                purpose=TRAIN,
+                instance=instance,
+                temperature=self.config.temperature,
+            )
+            for _ in range(count)
+        ]
+        self._ledger.dispatch(
+            stage=self.config.stage,
+            purpose=TRAIN,
+            group_id=group_id,
+            task=instance.task,
+            instance=msgspec.to_builtins(instance),
+            session_ids=[t.session_id for t in tickets],
+            state={f"cursor:{self.config.stage}": self._cursor},
+        )
+        for ticket in tickets:
+            task = asyncio.create_task(self._rollout(ticket), name=ticket.session_id)
+            self._rollouts[task] = ticket.session_id
+            task.add_done_callback(self._finished)
+
+    def _finished(self, task: asyncio.Task[None]) -> None:
+        self._rollouts.pop(task, None)
+        self._wake()
+
+    async def _rollout(self, ticket: Ticket) -> None:
+        finished = await self._runner.run(ticket)
+        self._count(finished)
+        size, sessions = self._open[ticket.group_id]
+        sessions[ticket.session_id] = finished.session
+        if len(sessions) == size:
+            del self._open[ticket.group_id]
+            self._decide(ticket.group_id, sessions)
+
+    def _count(self, finished: FinishedRollout) -> None:
+        window, session = self.window, finished.session
+        window.finished += 1
+        window.turns += len(session.calls)
+        window.sampled_tokens += sum(len(c.output_ids) for c in session.calls)
+        if session.outcome is Outcome.ENV_FAILED:
+            window.env_failed += 1
+            self._failures += 1
+            self._last_failure = session.reason
+        else:
+            self._failures = 0
+        if finished.reward is not None:
+            window.scored += 1
+            window.reward_sum += finished.reward
+
+    # -- deciding ---------------------------------------------------------------------------
+
+    def _decide(self, group_id: str, sessions: dict[str, Session]) -> None:
+        """Turn a complete group into advantages, or drop it with its reason."""
+        decision = self._decision(sessions)
+        self._ledger.decide_group(group_id, decision)
+        self.window.groups += 1
+        if decision.drop_reason is DropReason.NO_SIGNAL:
+            self.window.dropped_no_signal += 1
+        elif decision.drop_reason is DropReason.GROUP_INVALID:
+            self.window.dropped_invalid += 1
+        if decision.members:
+            self._ready.append(_ReadyGroup(group_id, list(decision.members), sessions))
+        self._wake()
+
+    def _decision(self, sessions: dict[str, Session]) -> GroupDecision:
+        scored = [
+            ScoredRollout(s.id, s.outcome or Outcome.CANCELLED, s.rewards.get("reward"))
+            for s in sessions.values()
+        ]
+        return advantages(
+            scored,
+            group_size=max(self.config.group_size, len(scored)),
+            normalise_std=self.config.advantage_std,
+        )
+
+    def _requeue(self, waiting: WaitingGroup) -> None:
+        """A decided group from before a crash: decide again (it is pure), keep what is pending."""
+        decision = advantages(
+            waiting.rollouts, group_size=waiting.size, normalise_std=self.config.advantage_std
+        )
+        members = [m for m in decision.members if m.session_id in waiting.pending]
+        sessions = {m.session_id: self._ledger.session(m.session_id) for m in members}
+        self._ready.append(_ReadyGroup(waiting.group_id, members, sessions))
+
+    # -- cutting ----------------------------------------------------------------------------
+
+    async def cut(self, version: int, timeout_s: float) -> TrainingBatch | None:
+        """The next batch, cut at `version`; None when `timeout_s` passes first.
+
+        Raises:
+            UserError: the environment fails again and again.
+        """
+        if self._replay:
+            return self._replayed(self._replay.popleft())
+        deadline = asyncio.get_running_loop().time() + timeout_s
+        if self.config.synchronous:
+            self._credit = self.config.groups_per_batch
+            self._wake()
+        while True:
+            self._drop_stale(version)
+            if self._enough():
+                return self._cut(version)
+            if self._failures >= FAILURES_IN_A_ROW:
+                raise UserError(
+                    f"stage {self.config.stage}: {self._failures} rollouts in a row ended with an "
+                    f"environment failure, the last one: {self._last_failure}"
+                )
+            if self._producer is not None and self._producer.done():
+                self._producer.result()
+            remaining = deadline - asyncio.get_running_loop().time()
+            if remaining <= 0:
+                return None
+            self._ready_changed.clear()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._ready_changed.wait(), remaining)
+
+    def _wake(self) -> None:
+        """Something finished or was taken: producer and consumer look again."""
+        self._room_changed.set()
+        self._ready_changed.set()
+
+    def _enough(self) -> bool:
+        if not self.config.synchronous:
+            return len(self._ready) >= self.config.groups_per_batch
+        if self._credit > 0 or self._rollouts:
+            return False
+        if self._ready:
+            return True
+        # Nobody had signal: a synchronous batch of nothing is no batch; try other instances.
+        self._credit = self.config.groups_per_batch
+        self._wake()
+        return False
+
+    def _drop_stale(self, version: int) -> None:
+        """Remove trajectories that are too old for a batch cut now."""
+        stale: list[tuple[str, DropReason]] = []
+        for group in self._ready:
+            keep: list[WeightedRollout] = []
+            for member in group.members:
+                versions = _versions(group.sessions[member.session_id])
+                if is_stale(version, versions, self.config.staleness):
+                    stale.append((member.session_id, DropReason.STALE))
+                else:
+                    keep.append(member)
+            group.members = keep
+        if stale:
+            self.window.dropped_stale += len(stale)
+            self._ledger.drop(stale)
+            self._ready = deque(g for g in self._ready if g.members)
+
+    def _cut(self, version: int) -> TrainingBatch:
+        """Take the oldest groups, oldest first."""
+        count = len(self._ready) if self.config.synchronous else self.config.groups_per_batch
+        groups = [self._ready.popleft() for _ in range(count)]
+        index = self._next_batch
+        self._next_batch += 1
+        members: list[TrainingMember] = []
+        records: list[BatchMember] = []
+        for group in groups:
+            for member in group.members:
+                found, excluded = self._segments(group.sessions[member.session_id])
+                records.append(
+                    BatchMember(member.session_id, member.advantage, member.multiplicity, excluded)
+                )
+                members.append(
+                    TrainingMember(member.session_id, found, member.advantage, member.multiplicity)
+                )
+        self._ledger.cut_batch(
+            Batch(self.config.stage, index, version, self.config.staleness, tuple(records))
+        )
+        self._wake()
+        return TrainingBatch(index, tuple(members))
+
+    def _segments(self, session: Session) -> tuple[tuple[Segment, ...], dict[str, DropReason]]:
+        """Segments short enough to train on; calls of the others with their reason."""
+        kept: list[Segment] = []
+        excluded: dict[str, DropReason] = {}
+        for segment in segments(session):
+            if len(segment.ids) <= self.config.max_tokens:
+                kept.append(segment)
+            else:
+                excluded |= dict.fromkeys(segment.call_ids, DropReason.TOO_LONG)
+        return tuple(kept), excluded
+
+    def _replayed(self, batch: Batch) -> TrainingBatch:
+        """A batch that had been cut before a crash, rebuilt verbatim from the evidence."""
+        members = [
+            TrainingMember(
+                m.session_id,
+                self._segments(self._ledger.session(m.session_id))[0],
+                m.advantage,
+                m.multiplicity,
+            )
+            for m in batch.members
+        ]
+        return TrainingBatch(batch.index, tuple(members))
+
+
+def _versions(session: Session) -> Sequence[int]:
+    return [span.weight_version for call in session.calls for span in call.spans]

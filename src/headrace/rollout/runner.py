@@ -1,0 +1,164 @@
+"""Runs one rollout: opens its session, lets the task service work, closes it with an outcome.
+
+The runner turns whatever a task service does (return, raise, hang, be cancelled) into exactly one
+`Outcome`, written to the ledger together with the calls the gateway recorded. It knows nothing of
+groups or batches.
+"""
+
+import asyncio
+import logging
+import math
+import time
+from collections.abc import Mapping
+from typing import Protocol
+
+import msgspec
+
+from headrace.rollout.ledger import Ledger
+from headrace.rollout.types import Call, Outcome, Session
+from headrace.tasks.types import Endpoint, RolloutResult, TaskInstance, TaskService
+
+logger = logging.getLogger(__name__)
+
+GRACE_S = 10.0
+"""A task service that overruns its own timeout by this much is cut off as hung."""
+
+
+class SessionGate(Protocol):
+    """The part of the gateway a runner needs."""
+
+    def open_session(self, session_id: str) -> str:
+        """Admit a session; returns its key."""
+        ...
+
+    def close_session(self, session_id: str) -> None:
+        """Refuse further calls and abort running ones. Safe to repeat."""
+        ...
+
+
+class Ticket(msgspec.Struct, frozen=True):
+    """A rollout to run, as dispatched in the ledger.
+
+    Attributes:
+        session_id: unique in the run.
+        group_id: its group.
+        stage: recipe stage.
+        purpose: "train" or "eval:LABEL".
+        instance: what to attempt.
+        temperature: sampling temperature.
+    """
+
+    session_id: str
+    group_id: str
+    stage: str
+    purpose: str
+    instance: TaskInstance
+    temperature: float
+
+
+class FinishedRollout(msgspec.Struct, frozen=True):
+    """A closed session with its evidence, and how long it took (seconds)."""
+
+    session: Session
+    wall_s: float
+
+    @property
+    def reward(self) -> float | None:
+        """The total reward; None when the outcome carries none."""
+        return self.session.rewards.get("reward")
+
+
+class RolloutRunner:
+    """See the module's docstring. One per run; many rollouts at once."""
+
+    def __init__(
+        self,
+        *,
+        tasks: Mapping[str, TaskService],
+        gate: SessionGate,
+        ledger: Ledger,
+        base_url: str,
+        model: str,
+    ) -> None:
+        self._tasks = tasks
+        self._gate = gate
+        self._ledger = ledger
+        self._base_url = base_url
+        self._model = model
+        self._calls: dict[str, list[Call]] = {}
+        self.in_flight = 0
+
+    def on_call(self, call: Call) -> None:
+        """Sink of the gateway: keep a call, durably, before its client sees the answer."""
+        self._ledger.record_call(call)
+        self._calls.setdefault(call.session_id, []).append(call)
+
+    async def run(self, ticket: Ticket) -> FinishedRollout:
+        """Run one dispatched rollout to its end.
+
+        Never raises for what a task service does. A cancellation is recorded as
+        `Outcome.CANCELLED` and then raised again.
+        """
+        started = time.monotonic()
+        self.in_flight += 1
+        self._calls[ticket.session_id] = []
+        try:
+            key = self._gate.open_session(ticket.session_id)
+            endpoint = Endpoint(
+                base_url=self._base_url,
+                api_key=key,
+                model=self._model,
+                temperature=ticket.temperature,
+            )
+            result = await self._attempt(ticket, endpoint)
+        except asyncio.CancelledError:
+            self._close(ticket, RolloutResult(Outcome.CANCELLED, reason="cancelled"))
+            raise
+        finally:
+            self.in_flight -= 1
+        session = self._close(ticket, result)
+        return FinishedRollout(session, time.monotonic() - started)
+
+    async def _attempt(self, ticket: Ticket, endpoint: Endpoint) -> RolloutResult:
+        """The task service's result, or what its failure amounts to."""
+        service = self._tasks[ticket.instance.task]
+        try:
+            async with asyncio.timeout(endpoint.timeout_s + GRACE_S):
+                result = await service.rollout(ticket.instance, endpoint)
+        except TimeoutError:
+            return RolloutResult(
+                Outcome.ENV_FAILED,
+                reason=f"task service hung: no result {GRACE_S:.0f} s after its own timeout",
+            )
+        except Exception as error:  # noqa: BLE001 - any failure of a task service stays its own
+            logger.warning("rollout %s failed", ticket.session_id, exc_info=True)
+            return RolloutResult(
+                Outcome.ENV_FAILED, reason=f"{type(error).__name__}: {str(error)[:200]}"
+            )
+        reward = result.rewards.get("reward")
+        if result.outcome.scored and (reward is None or not math.isfinite(reward)):
+            return RolloutResult(
+                Outcome.ENV_FAILED,
+                reason=f"task service gave no finite reward (got {reward!r})",
+            )
+        return result
+
+    def _close(self, ticket: Ticket, result: RolloutResult) -> Session:
+        """Close the session everywhere and return its evidence."""
+        self._gate.close_session(ticket.session_id)
+        rewards = dict(result.rewards) if result.outcome.scored else {}
+        self._ledger.finish(
+            ticket.session_id, result.outcome, rewards, result.reason, result.detail
+        )
+        return Session(
+            id=ticket.session_id,
+            stage=ticket.stage,
+            purpose=ticket.purpose,
+            task=ticket.instance.task,
+            instance=msgspec.to_builtins(ticket.instance),
+            group_id=ticket.group_id,
+            outcome=result.outcome,
+            reason=result.reason,
+            rewards=rewards,
+            calls=tuple(self._calls.pop(ticket.session_id, ())),
+        )
