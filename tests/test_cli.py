@@ -131,20 +131,8 @@ def test_run_passes_seed_and_overrides_and_says_where_the_report_is(
     capsys, recipe_file, tmp_path, stand_in_run
 ):
     target = tmp_path / "r"
-    code = main(
-        [
-            "run",
-            str(recipe_file),
-            "--run-dir",
-            str(target),
-            "--seed",
-            "7",
-            "--set",
-            "stages.rl.updates=5",
-            "--set",
-            "engine.max_slots=8",
-        ]
-    )
+    overrides = ["--set", "stages.rl.updates=5", "--set", "engine.max_slots=8"]
+    code = main(["run", str(recipe_file), "--run-dir", str(target), "--seed", "7", *overrides])
     assert code == 0
     recipe, run_dir, resume, no_isolation = stand_in_run[0]
     assert (recipe.seed, recipe.stages[0].updates, recipe.engine.max_slots) == (7, 5, 8)
