@@ -1,0 +1,67 @@
+"""Task services by name, as recipes refer to them.
+
+Turns a name and a plain options table into a running service, and bad input into one clear line.
+"""
+
+import difflib
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from pydantic import ValidationError
+
+from headrace.errors import UserError
+from headrace.sandbox.types import SandboxProvider
+from headrace.tasks.terminal.service import TerminalOptions, TerminalTasks
+from headrace.tasks.types import TaskService
+
+_NAMES = (TerminalTasks.name,)
+
+
+def task_names() -> tuple[str, ...]:
+    """Every name `create_task` accepts."""
+    return _NAMES
+
+
+def create_task(
+    name: str, options: Mapping[str, Any], provider: SandboxProvider | None
+) -> TaskService:
+    """The task service `name`.
+
+    Args:
+        name: one of `task_names()`.
+        options: the service's option table, e.g. `TerminalOptions` fields for "terminal".
+        provider: where commands run; None gives a service that can only make instances.
+
+    Raises:
+        UserError: unknown name, unknown option, or an option value out of range.
+    """
+    if name != TerminalTasks.name:
+        raise UserError(f"task {name!r} is unknown{_nearest(name, _NAMES)}")
+    known = TerminalOptions.model_fields
+    for key in options:
+        if key not in known:
+            raise UserError(f"option {key!r} of task {name!r} is unknown{_nearest(key, known)}")
+    try:
+        parsed = TerminalOptions.model_validate(dict(options))
+    except ValidationError as error:
+        raise UserError(_explain(name, error)) from error
+    return TerminalTasks(provider, parsed)
+
+
+def _nearest(word: str, known: Iterable[str]) -> str:
+    """A remedy: the closest known word, or all of them."""
+    candidates = list(known)
+    close = difflib.get_close_matches(word, candidates, n=1, cutoff=0.5)
+    if close:
+        return f"; did you mean {close[0]!r}?"
+    return f"; known: {', '.join(candidates)}"
+
+
+def _explain(name: str, error: ValidationError) -> str:
+    """The first problem of a validation error on one line."""
+    first = error.errors(include_url=False)[0]
+    field = ".".join(str(part) for part in first["loc"]) or "options"
+    message = first["msg"].removeprefix("Value error, ").replace("\n", " ")
+    value = str(first["input"])
+    shown = value if len(value) <= 60 else value[:57] + "..."
+    return f"option {field!r} of task {name!r} is {shown}: {message}"
