@@ -12,13 +12,20 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 import msgspec
+from headrace.rollout.segments import segments
 
 from headrace.errors import UserError
 from headrace.rollout.groups import GroupDecision, ScoredRollout, WeightedRollout, advantages
 from headrace.rollout.ledger import Ledger
-from headrace.rollout.records import TRAIN, Batch, BatchMember, Recovery, WaitingGroup
+from headrace.rollout.records import (
+    TRAIN,
+    Batch,
+    BatchMember,
+    GroupState,
+    Recovery,
+    WaitingGroup,
+)
 from headrace.rollout.runner import FinishedRollout, RolloutRunner, Ticket
-from headrace.rollout.segments import segments
 from headrace.rollout.staleness import is_stale
 from headrace.rollout.types import DropReason, Outcome, Segment, Session
 from headrace.tasks.types import TaskInstance
@@ -126,14 +133,14 @@ class RolloutSource:
         for waiting in recovery.undecided:
             self._decide(
                 waiting.group_id,
-                {r.session_id: self._ledger.session(r.session_id) for r in waiting.rollouts},
+                {r.session_id: self._ledger.trainable(r.session_id) for r in waiting.rollouts},
             )
         for waiting in recovery.ready:
             self._requeue(waiting)
         for group in recovery.incomplete:
             if group.stage != self.config.stage or group.purpose != TRAIN:
                 continue
-            kept = {s: self._ledger.session(s) for s in group.finished}
+            kept = {s: self._ledger.trainable(s) for s in group.finished}
             size = len(kept) + group.missing
             self._open[group.group_id] = (size, kept)
             instance = msgspec.convert(group.instance, TaskInstance)
@@ -145,7 +152,7 @@ class RolloutSource:
         self._producer.add_done_callback(lambda _: self._wake())
 
     async def stop(self) -> None:
-        """Cancel what is in flight and give every remaining trajectory its reason."""
+        """Cancel what is in flight. `Ledger.stage_finished` then says why the rest does not train."""
         if self._producer is not None:
             self._producer.cancel()
             with contextlib.suppress(asyncio.CancelledError):
@@ -153,13 +160,7 @@ class RolloutSource:
         for task in list(self._rollouts):
             task.cancel()
         await asyncio.gather(*self._rollouts, return_exceptions=True)
-        for group_id, (_, sessions) in self._open.items():
-            self._ledger.drop_group(group_id, DropReason.STAGE_ENDED)
-            sessions.clear()
         self._open.clear()
-        self._ledger.drop(
-            [(m.session_id, DropReason.STAGE_ENDED) for g in self._ready for m in g.members]
-        )
         self._ready.clear()
 
     @property
@@ -222,15 +223,16 @@ class RolloutSource:
             )
             for _ in range(count)
         ]
-        self._ledger.dispatch(
-            stage=self.config.stage,
-            purpose=TRAIN,
-            group_id=group_id,
-            task=instance.task,
-            instance=msgspec.to_builtins(instance),
-            session_ids=[t.session_id for t in tickets],
-            state={f"cursor:{self.config.stage}": self._cursor},
-        )
+        with self._ledger.transaction():
+            self._ledger.put_state(cursor_key(self.config.stage), self._cursor)
+            self._ledger.dispatch(
+                self.config.stage,
+                TRAIN,
+                group_id,
+                instance.task,
+                msgspec.to_builtins(instance),
+                [t.session_id for t in tickets],
+            )
         for ticket in tickets:
             task = asyncio.create_task(self._rollout(ticket), name=ticket.session_id)
             self._rollouts[task] = ticket.session_id
@@ -269,7 +271,8 @@ class RolloutSource:
     def _decide(self, group_id: str, sessions: dict[str, Session]) -> None:
         """Turn a complete group into advantages, or drop it with its reason."""
         decision = self._decision(sessions)
-        self._ledger.decide_group(group_id, decision)
+        state = GroupState.READY if decision.drop_reason is None else GroupState.DROPPED
+        self._ledger.set_group(group_id, state, decision.drop_reason)
         self.window.groups += 1
         if decision.drop_reason is DropReason.NO_SIGNAL:
             self.window.dropped_no_signal += 1
@@ -296,7 +299,7 @@ class RolloutSource:
             waiting.rollouts, group_size=waiting.size, normalise_std=self.config.advantage_std
         )
         members = [m for m in decision.members if m.session_id in waiting.pending]
-        sessions = {m.session_id: self._ledger.session(m.session_id) for m in members}
+        sessions = {m.session_id: self._ledger.trainable(m.session_id) for m in members}
         self._ready.append(_ReadyGroup(waiting.group_id, members, sessions))
 
     # -- cutting ----------------------------------------------------------------------------
@@ -350,20 +353,21 @@ class RolloutSource:
 
     def _drop_stale(self, version: int) -> None:
         """Remove trajectories that are too old for a batch cut now."""
-        stale: list[tuple[str, DropReason]] = []
+        stale: list[str] = []
         for group in self._ready:
             keep: list[WeightedRollout] = []
             for member in group.members:
                 versions = _versions(group.sessions[member.session_id])
                 if is_stale(version, versions, self.config.staleness):
-                    stale.append((member.session_id, DropReason.STALE))
+                    stale.append(member.session_id)
                 else:
                     keep.append(member)
             group.members = keep
         if stale:
             self.window.dropped_stale += len(stale)
-            self._ledger.drop(stale)
+            self._ledger.drop(stale, DropReason.STALE)
             self._ready = deque(g for g in self._ready if g.members)
+            self._room_changed.set()
 
     def _cut(self, version: int) -> TrainingBatch:
         """Take the oldest groups, oldest first."""
@@ -383,7 +387,7 @@ class RolloutSource:
                     TrainingMember(member.session_id, found, member.advantage, member.multiplicity)
                 )
         self._ledger.cut_batch(
-            Batch(self.config.stage, index, version, self.config.staleness, tuple(records))
+            self.config.stage, index, version, records, tau=self.config.staleness
         )
         self._wake()
         return TrainingBatch(index, tuple(members))
@@ -404,13 +408,18 @@ class RolloutSource:
         members = [
             TrainingMember(
                 m.session_id,
-                self._segments(self._ledger.session(m.session_id))[0],
+                self._segments(self._ledger.trainable(m.session_id))[0],
                 m.advantage,
                 m.multiplicity,
             )
             for m in batch.members
         ]
         return TrainingBatch(batch.index, tuple(members))
+
+
+def cursor_key(stage: str) -> str:
+    """Name under which the ledger keeps how many instances a stage has dispatched."""
+    return f"cursor:{stage}"
 
 
 def _versions(session: Session) -> Sequence[int]:

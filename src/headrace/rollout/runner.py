@@ -130,7 +130,8 @@ class RolloutRunner:
                 Outcome.ENV_FAILED,
                 reason=f"task service hung: no result {GRACE_S:.0f} s after its own timeout",
             )
-        except Exception as error:  # noqa: BLE001 - any failure of a task service stays its own
+        except Exception as error:
+            # Whatever a task service raises hurts only its own rollout.
             logger.warning("rollout %s failed", ticket.session_id, exc_info=True)
             return RolloutResult(
                 Outcome.ENV_FAILED, reason=f"{type(error).__name__}: {str(error)[:200]}"
