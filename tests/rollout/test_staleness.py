@@ -30,7 +30,7 @@ def test_docstring_table(current, versions, expected, kept_at_1, kept_at_0):
 @given(VERSIONS, st.integers(0, 60))
 def test_only_the_oldest_token_counts(versions, current):
     assert lag(current, versions) == lag(current, [min(versions)])
-    assert lag(current, iter(versions)) == lag(current, reversed(sorted(versions)))
+    assert lag(current, iter(versions)) == lag(current, sorted(versions, reverse=True))
 
 
 @given(VERSIONS, st.integers(0, 60))

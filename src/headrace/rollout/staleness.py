@@ -1,7 +1,7 @@
 """How old a trajectory is, as one pure function (law L7).
 
-It is called in exactly one place, when a batch is cut: the age of a trajectory that waits in a queue
-grows with every publication, so a check made on entry proves nothing.
+It is called in exactly one place, when a batch is cut: the age of a trajectory that waits in a
+queue grows with every publication, so a check made on entry proves nothing.
 """
 
 from collections.abc import Iterable
@@ -43,7 +43,7 @@ def is_stale(current_version: int, versions: Iterable[int], tau: int) -> bool:
     Raises:
         ValueError: tau is negative.
 
-    Source: GLM-5 (arXiv 2602.15763), section 4.1.2.
+    Source: GLM-5 (arXiv 2602.15763), section 4.1 (stale samples).
     """
     if tau < 0:
         raise ValueError(f"tau {tau} is negative; 0 trains only on the newest weights")

@@ -1,0 +1,265 @@
+"""Checks a ledger against the laws it can testify to: L2, L4, L5, L6, L7 and L9.
+
+It trusts neither the writer nor the accounting columns: tokens, logprobs and versions are counted
+again from the stored evidence. A run's summary shows the result.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+import msgspec
+
+from headrace.errors import UserError
+from headrace.rollout.reading import LedgerReader
+from headrace.rollout.records import TRAIN, Batch, SessionSummary
+from headrace.rollout.staleness import is_stale
+from headrace.rollout.types import DropReason, Outcome, Segment, Session
+
+_LOGPROB_SLACK = 1e-4  # float32 log-softmax may round the logprob of a sure token above 0
+
+
+class Finding(NamedTuple):
+    """Whether a law held, and in one line what was looked at or where it broke."""
+
+    held: bool
+    detail: str
+
+
+class _Law(msgspec.Struct):
+    """Collects what breaks one law."""
+
+    checked: int = 0
+    broken: list[str] = []
+
+    def expect(self, condition: bool, where: str) -> None:
+        self.checked += 1
+        if not condition:
+            self.broken.append(where)
+
+    def finding(self, unit: str, *, note: str = "") -> Finding:
+        if self.broken:
+            return Finding(False, f"{len(self.broken)} broken, first: {self.broken[0]}")
+        return Finding(True, f"{self.checked} {unit} checked{note}")
+
+
+def audit(
+    ledger: LedgerReader,
+    *,
+    derive: Callable[[Session], Sequence[Segment]] | None = None,
+) -> dict[str, Finding]:
+    """Read the whole ledger and say of each law whether it held.
+
+    Args:
+        ledger: any open ledger; its run may be over, crashed or going on.
+        derive: makes the training segments of a session; when given, L5 also checks that they own
+            each of its sampled tokens exactly once.
+
+    Returns:
+        A finding for each of "L2", "L4", "L5", "L6", "L7" and "L9".
+    """
+    with ledger.snapshot():
+        laws = {name: _Law() for name in ("L2", "L4", "L5", "L6", "L7", "L9")}
+        stages = sorted({summary.stage for summary in ledger.sessions()})
+        finished = {record.name for record in ledger.stages() if record.finished_at is not None}
+        for stage in stages:
+            batches = ledger.batches(stage)
+            _check_batches(laws, stage, batches)
+            excluded = {m.session_id: m.excluded for batch in batches for m in batch.members}
+            bounds = {m.session_id: batch for batch in batches for m in batch.members}
+            baselines = _group_means(ledger, stage)
+            trained = 0
+            for summary in ledger.sessions(stage=stage):
+                session = _evidence(ledger, summary, laws["L5"])
+                if session is None:
+                    continue
+                _check_tokens(laws, session, summary)
+                _check_fate(laws, summary, stage in finished)
+                _check_reward(laws["L6"], summary, baselines)
+                batch = bounds.get(summary.id)
+                if batch is not None:
+                    trained += _check_member(
+                        laws["L7"], ledger, summary.id, batch, set(excluded[summary.id])
+                    )
+                if derive is not None and summary.batch is not None:
+                    _check_segments(laws["L5"], ledger.trainable(summary.id), derive)
+            _check_closure(laws["L2"], ledger, stage, trained, stage in finished)
+    return {
+        "L2": laws["L2"].finding("sessions and stages", note=_totals(ledger)),
+        "L4": laws["L4"].finding("sampled spans"),
+        "L5": laws["L5"].finding("sessions"),
+        "L6": laws["L6"].finding("rewards and advantages"),
+        "L7": laws["L7"].finding("batch members"),
+        "L9": laws["L9"].finding("sessions and batches", note=_replays(ledger, stages)),
+    }
+
+
+def _evidence(ledger: LedgerReader, summary: SessionSummary, law: _Law) -> Session | None:
+    """The session, or None when its bytes cannot be read (the constructors enforce lengths)."""
+    try:
+        session = ledger.session(summary.id)
+    except UserError as error:
+        law.expect(False, str(error))
+        return None
+    law.expect(len(session.calls) == summary.calls, f"session {summary.id} lacks calls")
+    return session
+
+
+def _check_tokens(laws: dict[str, _Law], session: Session, summary: SessionSummary) -> None:
+    tokens = 0
+    for call in session.calls:
+        for span in call.spans:
+            tokens += len(span.ids)
+            laws["L4"].expect(
+                span.weight_version >= 0
+                and len(span.logprobs) == len(span.ids)
+                and all(math.isfinite(p) and p <= _LOGPROB_SLACK for p in span.logprobs),
+                f"call {call.id} has a token without a usable logprob or version",
+            )
+    laws["L2"].expect(
+        tokens == summary.tokens,
+        f"session {session.id}: {summary.tokens} tokens accounted, {tokens} in its evidence",
+    )
+
+
+def _check_fate(laws: dict[str, _Law], summary: SessionSummary, stage_finished: bool) -> None:
+    name = summary.id
+    in_batch = summary.batch is not None
+    laws["L2"].expect(
+        not (in_batch and summary.drop_reason is not None),
+        f"session {name} is in batch {summary.batch} and dropped ({summary.drop_reason})",
+    )
+    laws["L2"].expect(
+        summary.purpose == TRAIN or (not in_batch and summary.drop_reason is DropReason.EVALUATION),
+        f"evaluation session {name} is not excluded from training",
+    )
+    if stage_finished:
+        laws["L9"].expect(
+            summary.outcome is not None, f"session {name} is open, its stage is finished"
+        )
+        laws["L9"].expect(
+            summary.step is not None or summary.drop_reason is not None,
+            f"session {name} of a finished stage neither trained nor was dropped",
+        )
+    if in_batch:
+        laws["L9"].expect(summary.outcome is not None, f"session {name} is in a batch while open")
+
+
+def _check_reward(
+    law: _Law, summary: SessionSummary, baselines: dict[str, tuple[float, float]]
+) -> None:
+    """Unscored sessions have no reward and no advantage; the others' baseline is of scored ones.
+
+    The sign of an advantage tells whether its baseline was the mean of the group's scored rewards,
+    with or without leave-one-out and standard deviation.
+    """
+    scored = summary.outcome is not None and summary.outcome.scored
+    law.expect(
+        scored is (summary.reward is not None),
+        f"session {summary.id} ended {summary.outcome} with reward {summary.reward}",
+    )
+    if summary.outcome in (Outcome.ENV_FAILED, Outcome.CANCELLED):
+        law.expect(
+            summary.drop_reason is not None and summary.batch is None,
+            f"session {summary.id} ended {summary.outcome} and was not excluded",
+        )
+    if summary.advantage is not None and summary.reward is not None:
+        mean, tolerance = baselines[summary.group_id]
+        difference = summary.reward - mean
+        law.expect(
+            abs(difference) <= tolerance or difference * summary.advantage > 0,
+            f"session {summary.id}: advantage {summary.advantage:g} at reward {summary.reward:g} "
+            f"and group mean {mean:g}",
+        )
+
+
+def _group_means(ledger: LedgerReader, stage: str) -> dict[str, tuple[float, float]]:
+    """Mean of the scored rewards of each training group, and the rounding to allow for."""
+    rewards: dict[str, list[float]] = {}
+    for summary in ledger.sessions(stage=stage, purpose=TRAIN):
+        if summary.reward is not None:
+            rewards.setdefault(summary.group_id, []).append(summary.reward)
+    return {
+        group: (math.fsum(values) / len(values), 1e-9 * max(1.0, *map(abs, values)))
+        for group, values in rewards.items()
+    }
+
+
+def _check_member(
+    law: _Law, ledger: LedgerReader, session_id: str, batch: Batch, excluded: set[str]
+) -> int:
+    """The age of a member when its batch was cut; returns its tokens in the surviving weights."""
+    calls = [c for c in ledger.trainable(session_id).calls if c.id not in excluded]
+    spans = [span for call in calls for span in call.spans]
+    if batch.tau is not None:
+        versions = [span.weight_version for span in spans]
+        law.expect(
+            not is_stale(batch.current_version, versions, batch.tau),
+            f"session {session_id} in batch {batch.index}: oldest version "
+            f"{min(versions, default=None)} at version {batch.current_version}, tau {batch.tau}",
+        )
+    return sum(len(span.ids) for span in spans) if batch.step is not None else 0
+
+
+def _check_segments(
+    law: _Law, session: Session, derive: Callable[[Session], Sequence[Segment]]
+) -> None:
+    sampled = sum(len(call.output_ids) for call in session.calls)
+    try:
+        owned = sum(sum(segment.train_mask) for segment in derive(session))
+    except ValueError as error:  # a constructor refused unequal lengths
+        law.expect(False, f"session {session.id}: {error}")
+        return
+    law.expect(
+        owned == sampled, f"session {session.id}: segments own {owned} of {sampled} sampled tokens"
+    )
+
+
+def _check_batches(laws: dict[str, _Law], stage: str, batches: Sequence[Batch]) -> None:
+    steps = [batch.step for batch in batches]
+    done = [step for step in steps if step is not None]
+    laws["L9"].expect(
+        [batch.index for batch in batches] == list(range(len(batches)))
+        and steps[: len(done)] == done
+        and all(a < b for a, b in pairwise(done)),
+        f"batches of stage {stage} were not trained in order: steps {steps}",
+    )
+    times = Counter(member.session_id for batch in batches for member in batch.members)
+    laws["L9"].expect(
+        not times or max(times.values()) == 1,
+        f"stage {stage} trains {times.most_common(1)} more than once",
+    )
+
+
+def _check_closure(
+    law: _Law, ledger: LedgerReader, stage: str, trained: int, finished: bool
+) -> None:
+    account = ledger.conservation(stage)
+    law.expect(
+        account.closes and account.trained == trained,
+        f"stage {stage}: {account} ({trained} trained by its batches)",
+    )
+    law.expect(
+        not finished or account.pending == 0,
+        f"finished stage {stage} still has {account.pending} pending tokens",
+    )
+
+
+def _totals(ledger: LedgerReader) -> str:
+    account = ledger.conservation()
+    reasons = ", ".join(f"{tokens} {reason}" for reason, tokens in account.dropped.items())
+    return (
+        f"; {account.sampled} sampled = {account.trained} trained"
+        f"{' + ' + reasons if reasons else ''}{f' + {account.pending} pending'}"
+    )
+
+
+def _replays(ledger: LedgerReader, stages: Sequence[str]) -> str:
+    def replayed() -> Iterator[int]:
+        for stage in stages:
+            yield sum(batch.replays > 0 for batch in ledger.batches(stage))
+
+    count = sum(replayed())
+    return f"; {count} batches replayed after a crash" if count else ""
