@@ -68,6 +68,14 @@ class TaskService(Protocol):
         """The instance of `seed`. Pure and fast."""
         ...
 
+    def train_seed(self, index: int) -> int:
+        """The `index`-th seed for training, index >= 0."""
+        ...
+
+    def evaluation_seed(self, index: int) -> int:
+        """The `index`-th held-out seed; its instance is never a training instance."""
+        ...
+
     async def rollout(self, instance: TaskInstance, endpoint: Endpoint) -> RolloutResult:
         """Attempt `instance` with the model at `endpoint` and score it.
 

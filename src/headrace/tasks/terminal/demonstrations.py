@@ -131,8 +131,12 @@ async def perform(
         async with slots:
             return await _perform_batch(batch, provider, output_limit)
 
-    async with asyncio.TaskGroup() as group:
-        tasks = [group.create_task(one(batch)) for batch in batches]
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(one(batch)) for batch in batches]
+    except ExceptionGroup as failures:
+        # The first failure ended the others; callers know it by its own type.
+        raise failures.exceptions[0] from None
     return [demonstration for task in tasks for demonstration in task.result()]
 
 

@@ -30,6 +30,7 @@ from headrace.tasks.terminal.seeds import (
     LEVELS,
     choose_kind,
     content_hash,
+    evaluation_seed,
     make_problem,
     train_seed,
 )
@@ -117,6 +118,14 @@ class TerminalTasks:
         family, level = choose_kind(seed, self.families, self.options.level_weights)
         problem = make_problem(seed, family, level)
         return TaskInstance(self.name, seed, family.name, level, problem.min_turns)
+
+    def train_seed(self, index: int) -> int:
+        """The `index`-th training seed; see `seeds`."""
+        return train_seed(index)
+
+    def evaluation_seed(self, index: int) -> int:
+        """The `index`-th held-out seed; see `seeds`."""
+        return evaluation_seed(index)
 
     def problem(self, instance: TaskInstance) -> Problem:
         """The full problem of an instance, goal and solution included.
