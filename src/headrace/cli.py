@@ -41,7 +41,9 @@ HostOption = Annotated[str, typer.Option(help="Address to bind.")]
 ContextOption = Annotated[
     int | None,
     typer.Option(
-        metavar="TOKENS", min=16, help="Longest prompt + output; the model's own limit by default."
+        metavar="TOKENS",
+        min=16,
+        help="Longest prompt + output; by default the model's limit, at most 2048.",
     ),
 ]
 DtypeOption = Annotated[str, typer.Option(metavar="TYPE", help="float32 or bfloat16.")]
@@ -165,8 +167,12 @@ def chat(
     ] = None,
     bash: Annotated[
         bool,
-        typer.Option("--bash", help="Give the model a bash tool in an empty, isolated sandbox."),
+        typer.Option("--bash", help="Give the model a bash tool in an isolated sandbox."),
     ] = False,
+    files: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Copy DIR into that sandbox (implies --bash)."),
+    ] = None,
     temperature: Annotated[
         float, typer.Option(metavar="T", min=0.0, help="Sampling temperature; 0 is greedy.")
     ] = 0.7,
@@ -181,18 +187,21 @@ def chat(
     max_context: ContextOption = None,
 ) -> int:
     """Talk to a checkpoint. Tool calls are shown; Ctrl-D ends the conversation."""
-    from headrace.serving import ServeOptions, chat_loop
+    from headrace.chat import ChatOptions, chat_loop
+    from headrace.serving import ServeOptions
 
-    options = ServeOptions(renderer=renderer, dtype=dtype, max_context=max_context, max_slots=1)
     return chat_loop(
         checkpoint,
-        options,
+        ServeOptions(renderer=renderer, dtype=dtype, max_context=max_context, max_slots=1),
+        ChatOptions(
+            system=system,
+            bash=bash,
+            files=files,
+            temperature=temperature,
+            max_tokens=max_tokens,
+            seed=seed,
+        ),
         message=message,
-        system=system,
-        bash=bash,
-        temperature=temperature,
-        max_tokens=max_tokens,
-        seed=seed,
         console=Console(),
     )
 
