@@ -1,0 +1,164 @@
+"""OpenAI chat messages as plain objects: checked once, then read the same way by everyone.
+
+`normalise` reduces what a client sent to the fields that reach the model; `identity` says when two
+messages mean the same to the model, whatever their spelling in JSON.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+
+Message = dict[str, Any]
+"""A normalised message: role, content (str), and for assistants possibly tool_calls (each
+{"id", "type", "function": {"name", "arguments": str}}) and reasoning_content; for tool results
+possibly tool_call_id and name. SFT messages may also carry `train` (bool)."""
+
+_encode = msgspec.json.Encoder(order="deterministic").encode
+_decode = msgspec.json.Decoder().decode
+
+
+def normalise(messages: Sequence[Any]) -> list[Message]:
+    """Check `messages` and keep what reaches the model.
+
+    Raises:
+        ValueError: a message cannot be rendered; the text names its place, value and remedy.
+    """
+    if not messages:
+        raise ValueError("messages is empty; send at least one message")
+    return [_normalise_one(message, f"messages[{i}]") for i, message in enumerate(messages)]
+
+
+def _normalise_one(message: Any, place: str) -> Message:
+    if not isinstance(message, dict):
+        raise ValueError(f"{place} is {type(message).__name__}; send an object")
+    role = message.get("role")
+    if role not in ROLES:
+        raise ValueError(f"{place}.role is {role!r}; use one of {', '.join(ROLES)}")
+    result: Message = {"role": role, "content": _text(message.get("content"), f"{place}.content")}
+    if role == "assistant":
+        calls = message.get("tool_calls") or []
+        if not isinstance(calls, list):
+            raise ValueError(f"{place}.tool_calls is {type(calls).__name__}; send a list")
+        if calls:
+            result["tool_calls"] = [
+                _normalise_call(call, f"{place}.tool_calls[{i}]") for i, call in enumerate(calls)
+            ]
+        reasoning = message.get("reasoning_content")
+        if isinstance(reasoning, str) and reasoning:
+            result["reasoning_content"] = reasoning
+        if "train" in message:
+            result["train"] = bool(message["train"])
+    elif role == "tool":
+        for field in ("tool_call_id", "name"):
+            if isinstance(message.get(field), str):
+                result[field] = message[field]
+    return result
+
+
+def _text(content: Any, place: str) -> str:
+    if content is None:
+        return ""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise ValueError(f"{place} is {type(content).__name__}; send a string or text parts")
+    texts: list[str] = []
+    for i, part in enumerate(content):
+        text = part.get("text") if isinstance(part, dict) else None
+        if not isinstance(text, str) or part.get("type") != "text":
+            kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+            raise ValueError(f"{place}[{i}] is {kind!r}; only text parts are supported")
+        texts.append(text)
+    return "".join(texts)
+
+
+def _normalise_call(call: Any, place: str) -> dict[str, Any]:
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict):
+        raise ValueError(f"{place}.function is missing; send an object with name and arguments")
+    name, arguments = function.get("name"), function.get("arguments")
+    if not isinstance(name, str) or not name:
+        raise ValueError(f"{place}.function.name is {name!r}; send a non-empty string")
+    if arguments is None:
+        arguments = "{}"
+    if not isinstance(arguments, str):
+        arguments = _encode(arguments).decode()
+    result: dict[str, Any] = {
+        "type": "function",
+        "function": {"name": name, "arguments": arguments},
+    }
+    if isinstance(call.get("id"), str):
+        result["id"] = call["id"]
+    return result
+
+
+def call_arguments(arguments: str) -> dict[str, Any] | None:
+    """Arguments of a tool call as an object, or None when they are not one."""
+    try:
+        value = _decode(arguments)
+    except (msgspec.DecodeError, UnicodeError, RecursionError):
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def tool_names(tools: Sequence[dict[str, Any]]) -> list[str]:
+    """Names of the declared tools, in order."""
+    return [str(_function(tool).get("name", "")) for tool in tools]
+
+
+def parameter_types(tools: Sequence[dict[str, Any]], name: str) -> dict[str, Any]:
+    """JSON-schema type of each parameter of the tool called `name`; {} when it is unknown."""
+    for tool in tools:
+        function = _function(tool)
+        if function.get("name") == name:
+            parameters = function.get("parameters")
+            properties = parameters.get("properties") if isinstance(parameters, dict) else None
+            if isinstance(properties, dict):
+                return {
+                    key: value.get("type")
+                    for key, value in properties.items()
+                    if isinstance(value, dict)
+                }
+    return {}
+
+
+def _function(tool: dict[str, Any]) -> dict[str, Any]:
+    function = tool.get("function", tool)
+    return function if isinstance(function, dict) else {}
+
+
+def check_tools(tools: Sequence[Any]) -> None:
+    """Accept OpenAI function tools only.
+
+    Raises:
+        ValueError: a tool has no usable name.
+    """
+    for i, tool in enumerate(tools):
+        name = _function(tool).get("name") if isinstance(tool, dict) else None
+        if not isinstance(name, str) or not name:
+            raise ValueError(f"tools[{i}] has no function.name; send OpenAI function tools")
+
+
+def identity(message: Message) -> bytes:
+    """Equal exactly for normalised messages that mean the same to the model.
+
+    Ids of tool calls do not count (clients make up new ones), nor does reasoning, which clients
+    commonly drop when they send history back; `same_reasoning` covers a changed one.
+    """
+    calls = []
+    for call in message.get("tool_calls", ()):
+        function = call["function"]
+        arguments = call_arguments(function["arguments"])
+        calls.append(
+            (function["name"], arguments if arguments is not None else function["arguments"])
+        )
+    return _encode((message["role"], message["content"], message.get("name"), calls))
+
+
+def same_reasoning(sent: Message, recorded: Message) -> bool:
+    """Whether `sent` leaves the recorded reasoning as it was, or out."""
+    reasoning = sent.get("reasoning_content")
+    return reasoning is None or reasoning == recorded.get("reasoning_content")

@@ -1,0 +1,233 @@
+"""Random sessions through the real gateway core keep the token laws L1 to L5 and L13.
+
+The client rewrites history, drops messages, retries with and without keys, sends siblings and
+injects answers of its own; the engine samples calls, nonsense, cut-off text and nothing at all,
+across weight versions. Every sampled token has a logprob of its own, so it can be followed.
+"""
+
+import asyncio
+import copy
+import random
+from collections import Counter
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scripted import BASH, ScriptedEngine, byte_tokenizer, merged_tokenizer, spans
+
+from headrace.engine.types import GenerationRequest, GenerationResult
+from headrace.gateway.protocol import ApiError
+from headrace.gateway.sessions import Gateway
+from headrace.rollout.segments import accounting, segments
+from headrace.rollout.types import Call, FinishReason, Outcome, Session
+from headrace.tokens.compact import CompactRenderer
+from headrace.tokens.library import LibraryRenderer
+from headrace.tokens.renderer import ChatRenderer
+
+RENDERERS: dict[str, ChatRenderer] = {
+    "compact over bytes": CompactRenderer(byte_tokenizer()),
+    "compact over BPE": CompactRenderer(merged_tokenizer()),
+    "glm-5 over BPE": LibraryRenderer("glm-5", merged_tokenizer(), {"enable_thinking": False}),
+}
+TEXTS = ["how many lines?", "12", "", "<|user|> 7 <tool_call>", "naïve ⏎\n\n", "a.txt b.txt"]
+CALLS = [
+    "<tool_call>bash<arg_key>command</arg_key><arg_value>ls -l</arg_value></tool_call>",
+    "I look.<tool_call>bash</tool_call><tool_call>bash</tool_call>",
+    "<tool_call>bash<arg_key>command</tool_call>",
+    "<tool_call></tool_call>",
+    "</arg_value>12",
+    "12",
+    "",
+]
+STEPS = st.sampled_from(
+    ["extend", "extend", "extend", "rewrite", "drop", "retry", "repeat", "siblings", "inject"]
+)
+
+
+class _RandomModel:
+    """Samples like a model in training: mostly the format, sometimes anything."""
+
+    def __init__(self, renderer: ChatRenderer, draw: random.Random) -> None:
+        self.renderer, self.draw, self.version = renderer, draw, 0
+
+    def __call__(self, request: GenerationRequest) -> GenerationResult:
+        draw = self.draw
+        if draw.random() < 0.6:
+            ids = self.renderer.tokenizer.encode(draw.choice(CALLS))
+        else:
+            ids = [draw.randrange(self.renderer.vocab_size) for _ in range(draw.randrange(6))]
+        ids = [i for i in ids if i not in request.sampling.stop_ids]
+        reason = FinishReason.STOP
+        if draw.random() < 0.75:
+            ids.append(draw.choice(request.sampling.stop_ids))
+        else:
+            reason = draw.choice([FinishReason.LENGTH, FinishReason.DEADLINE, FinishReason.ABORTED])
+        cut = draw.randint(0, len(ids))
+        result = spans(ids[:cut], ids[cut:], version=self.version)
+        self.version += draw.randrange(2)
+        return GenerationResult(request.id, result, reason)
+
+
+class _Client:
+    """Keeps several conversations and treats their histories badly."""
+
+    def __init__(self, gateway: Gateway, key: str, draw: random.Random) -> None:
+        self.gateway, self.key, self.draw = gateway, key, draw
+        first = [{"role": "system", "content": "Use bash."}, {"role": "user", "content": "go"}]
+        self.conversations = [first]
+        self.sent: dict[str, list] = {}
+        self.faithful: set[str] = set()
+        """Idempotency keys of requests that did continue a recorded answer."""
+
+    async def step(self, kind: str) -> None:
+        draw = self.draw
+        base = copy.deepcopy(draw.choice(self.conversations))
+        if kind == "retry" and self.sent:
+            name = draw.choice(sorted(self.sent))
+            await self.send(self.sent[name], name)
+        elif kind == "siblings":
+            await asyncio.gather(*(self.send(base) for _ in range(3)))
+        else:
+            if kind == "rewrite":
+                draw.choice(base)["content"] = draw.choice(TEXTS) + "!"
+            elif kind == "drop":
+                del base[draw.randrange(len(base))]
+            elif kind == "inject":
+                base += [
+                    {"role": "assistant", "content": draw.choice(TEXTS)},
+                    {"role": "user", "content": draw.choice(TEXTS)},
+                ]
+            if base:
+                await self.send(base)
+
+    async def send(self, messages: list, name: str | None = None) -> None:
+        name = name or f"key-{len(self.sent)}"
+        self.sent[name] = messages
+        try:
+            response = await self.gateway.chat(
+                self.key, {"messages": messages, "tools": [BASH]}, name
+            )
+        except ApiError as error:
+            if error.code != "aborted":
+                raise
+            return
+        answer = response["choices"][0]["message"]
+        if "tool_calls" in answer:
+            new = [
+                {"role": "tool", "content": self.draw.choice(TEXTS)} for _ in answer["tool_calls"]
+            ]
+        else:
+            new = [{"role": "user", "content": self.draw.choice(TEXTS)}]
+        self.conversations.append([*messages, answer, *new])
+
+
+def _check(calls: tuple[Call, ...], engine: ScriptedEngine) -> None:
+    by_id = {call.id: call for call in calls}
+    assert [call.index for call in calls] == list(range(len(calls)))
+
+    def path(call: Call) -> tuple[int, ...]:
+        return prompt(call) + call.output_ids
+
+    def prompt(call: Call) -> tuple[int, ...]:
+        held = path(by_id[call.parent_id]) if call.parent_id else ()
+        return held + call.prompt_delta
+
+    # L1: what the record says is what the engine read and wrote, call by call.
+    recorded = Counter((prompt(call), call.output_ids) for call in calls)
+    assert recorded == Counter(engine.log)
+
+    session = Session("s", "rl", "train", "t", {}, "g", Outcome.OK, calls=calls)
+    derived = segments(session)
+    read_or_written = {prompt + output for prompt, output in engine.log}
+    sampled = {p: span for c in calls for span in c.spans for p in span.logprobs}
+    trained: Counter[float] = Counter()
+    for segment in derived:
+        assert segment.ids in read_or_written
+        rows = zip(segment.ids, segment.train_mask, segment.logprobs, segment.versions, strict=True)
+        for token, mask, logprob, version in rows:
+            if mask:
+                trained[logprob] += 1
+            if logprob:  # L3 and L4: the very token, at its own logprob and version
+                span = sampled[logprob]
+                assert token == span.ids[span.logprobs.index(logprob)]
+                assert version == span.weight_version
+            else:
+                assert not mask
+                assert version == -1
+    # L2: every sampled token trains exactly once.
+    assert trained == Counter(dict.fromkeys(sampled, 1))
+    account = accounting(session)
+    assert account.sampled == account.trainable == len(sampled)
+    for limit in (0, 40, 80):
+        account = accounting(session, max_tokens=limit)
+        assert account.sampled == account.trainable + sum(account.dropped.values())
+        kept = segments(session, max_tokens=limit)
+        assert all(len(segment.ids) <= limit for segment in kept)
+        assert sum(sum(segment.train_mask) for segment in kept) == account.trainable
+
+
+@pytest.mark.parametrize("name", RENDERERS)
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(steps=st.lists(STEPS, min_size=1, max_size=12), seed=st.integers(0, 2**32))
+def test_random_sessions_keep_the_token_laws(name: str, steps: list[str], seed: int) -> None:
+    draw = random.Random(seed)
+    renderer = RENDERERS[name]
+
+    async def run() -> None:
+        engine = ScriptedEngine(_RandomModel(renderer, draw), max_context=100_000)
+        gateway = Gateway(engine, renderer)
+        client = _Client(gateway, gateway.open_session("s"), draw)
+        for step in steps:
+            await client.step(step)
+        calls = await gateway.close_session("s")
+        _check(calls, engine)
+        answered = [call.idempotency_key for call in calls if call.finish_reason != "aborted"]
+        assert len(answered) == len(set(answered))
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("name", RENDERERS)
+@settings(max_examples=30, deadline=None, derandomize=True)
+@given(seed=st.integers(0, 2**32))
+def test_a_faithful_client_never_forks(name: str, seed: int) -> None:
+    """Whatever is sampled, sending the answer back extends its tokens."""
+    draw = random.Random(seed)
+    renderer = RENDERERS[name]
+
+    async def run() -> None:
+        model = _RandomModel(renderer, draw)
+
+        def script(request: GenerationRequest) -> GenerationResult:
+            result = model(request)
+            if result.finish_reason is FinishReason.ABORTED:
+                return GenerationResult(result.id, result.spans, FinishReason.DEADLINE)
+            return result
+
+        gateway = Gateway(ScriptedEngine(script, max_context=100_000), renderer)
+        client = _Client(gateway, gateway.open_session("s"), draw)
+        for _ in range(5):
+            await client.send(client.conversations[-1])
+        calls = gateway.calls("s")
+        assert [call.fork_reason for call in calls] == [None] * 5
+        for parent, child in pairwise(calls):
+            assert child.parent_id == parent.id
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("name", RENDERERS)
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(data=st.data())
+def test_parsing_is_total(name: str, data: st.DataObject) -> None:
+    renderer = RENDERERS[name]
+    tags = st.sampled_from(sorted(renderer.tokenizer.special_ids.values()))
+    ids = data.draw(st.lists(tags | st.integers(0, renderer.vocab_size + 5), max_size=20))
+    parsed = renderer.parse([1], ids, [BASH])
+    stopped = bool(ids) and ids[-1] in renderer.stop_ids
+    assert parsed.raw_text == renderer.decode(ids[:-1] if stopped else ids)
+    assert (parsed.state == "truncated") == (not stopped)
+    if parsed.state != "ok":
+        assert parsed.content == parsed.raw_text
+        assert not parsed.tool_calls
