@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from headrace.model.config import ModelConfig
 from headrace.model.linear import new_linear
+from headrace.model.norm import RMSNorm
 from headrace.model.rope import Rotation, rotate
 
 
@@ -72,11 +73,11 @@ class GroupedQueryAttention(nn.Module):
         bias = config.attention_bias
         self.qkv = new_linear(config.hidden_size, rows, bias=bias, device=device, dtype=dtype)
         self.output = new_linear(width, config.hidden_size, bias=bias, device=device, dtype=dtype)
-        self.q_norm: nn.RMSNorm | None = None
-        self.k_norm: nn.RMSNorm | None = None
+        self.q_norm: RMSNorm | None = None
+        self.k_norm: RMSNorm | None = None
         if config.qk_norm:
-            self.q_norm = nn.RMSNorm(config.head_dim, config.norm_eps, device=device, dtype=dtype)
-            self.k_norm = nn.RMSNorm(config.head_dim, config.norm_eps, device=device, dtype=dtype)
+            self.q_norm = RMSNorm(config.head_dim, config.norm_eps, device=device, dtype=dtype)
+            self.k_norm = RMSNorm(config.head_dim, config.norm_eps, device=device, dtype=dtype)
 
     def forward(self, x: Tensor, rotation: Rotation, attend: Attend) -> Tensor:
         """[B, T, D] -> [B, T, D]."""

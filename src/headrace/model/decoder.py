@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from headrace.model.attention import Attend, CausalAttend
 from headrace.model.config import ModelConfig
 from headrace.model.linear import new_embedding, new_linear
+from headrace.model.norm import RMSNorm
 from headrace.model.parts import (
     ATTENTION,
     FEED_FORWARD,
@@ -45,11 +46,11 @@ class Block(nn.Module):
     ) -> None:
         super().__init__()
         size, eps = config.hidden_size, config.norm_eps
-        self.attention_norm = nn.RMSNorm(size, eps, device=device, dtype=dtype)
+        self.attention_norm = RMSNorm(size, eps, device=device, dtype=dtype)
         self.attention = build_part(
             ATTENTION, "attention", config, layer, device=device, dtype=dtype
         )
-        self.feed_forward_norm = nn.RMSNorm(size, eps, device=device, dtype=dtype)
+        self.feed_forward_norm = RMSNorm(size, eps, device=device, dtype=dtype)
         self.feed_forward = build_part(
             FEED_FORWARD, "feed_forward", config, layer, device=device, dtype=dtype
         )
@@ -99,7 +100,7 @@ class Decoder(nn.Module):
         self.layers = nn.ModuleList(
             Block(config, layer, device=device, dtype=dtype) for layer in range(config.num_layers)
         )
-        self.norm = nn.RMSNorm(config.hidden_size, config.norm_eps, device=device, dtype=dtype)
+        self.norm = RMSNorm(config.hidden_size, config.norm_eps, device=device, dtype=dtype)
         self.lm_head: nn.Linear | None = None
         if not config.tie_embeddings:
             self.lm_head = new_linear(
