@@ -124,6 +124,7 @@ async def test_requests_are_ordinary_chat_completions(inert_provider, server, sa
         ('{"cmd": "ls"}', "bash"),
         ('{"command": 3}', "bash"),
         (r'{"command": "a\u0000b"}', "bash"),
+        (r'{"command": "\ud800"}', "bash"),
         ("[" * 100_000, "bash"),
         ('{"command": "ls"}', "python"),
     ],
@@ -182,6 +183,17 @@ async def test_saying_done_without_doing_scores_nothing(inert_provider, server, 
     assert result.outcome is Outcome.OK
     assert result.rewards == {"reward": 0.0, "state": 0.0}
     assert result.reason
+
+
+async def test_results_can_be_stored_whatever_the_agent_names_a_file(
+    provider, server, says, make_tasks
+):
+    tasks = make_tasks(provider, families=("rename_file",))
+    scripted(server, says.command(r"touch $'a\xff'"), says.text("x\ud800"))
+    result = await tasks.rollout(tasks.instance(0), endpoint_of(server))
+    assert result.rewards == {"reward": 0.0, "state": 0.0}
+    assert result.reason == "a? should not exist"
+    assert result.detail["answer"] == "x?"
 
 
 async def test_context_overflow_is_the_agents_failure(inert_provider, server, make_tasks):

@@ -229,5 +229,12 @@ def _read_command(call: Any) -> str | None:
     except (ValueError, RecursionError):
         return None
     command = arguments.get("command") if isinstance(arguments, dict) else None
-    # A NUL byte cannot be part of a command line.
-    return command if isinstance(command, str) and "\0" not in command else None
+    if not isinstance(command, str) or "\0" in command:
+        # A NUL byte cannot be part of a command line.
+        return None
+    try:
+        command.encode()
+    except UnicodeEncodeError:
+        # JSON can spell half of a surrogate pair; no command line can hold it.
+        return None
+    return command

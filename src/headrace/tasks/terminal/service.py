@@ -191,7 +191,7 @@ class TerminalTasks:
                     reason = state_difference(goal, tree) or ""
         finally:
             await sandbox.close()
-        return RolloutResult(outcome, rewards, reason, _detail(problem, transcript))
+        return RolloutResult(outcome, rewards, _encodable(reason), _detail(problem, transcript))
 
     async def demonstrations(self, count: int, seed: int, quality: float) -> list[Demonstration]:
         """Scripted conversations for a warm start, on training problems that RL does not use.
@@ -242,8 +242,13 @@ def _detail(problem: Problem, transcript: Transcript) -> dict[str, Any]:
     return {
         "instruction": problem.instruction,
         "commands": transcript.commands,
-        "answer": transcript.answer,
+        "answer": None if transcript.answer is None else _encodable(transcript.answer),
         "expected": goal.expected if isinstance(goal, AnswerGoal) else None,
         "turns": transcript.turns,
         "tool_errors": transcript.tool_errors,
     }
+
+
+def _encodable(text: str) -> str:
+    """`text` without lone surrogates, which file names may hold and no report can store."""
+    return text.encode("utf-8", "replace").decode()
