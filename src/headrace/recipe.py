@@ -135,6 +135,17 @@ class SandboxTable(Table):
     """Size of the work folder and /tmp together."""
 
 
+class RolloutTable(Table):
+    """Limits of every rollout, in training and evaluation."""
+
+    max_tokens: Positive = 64
+    """Tokens per model call."""
+    max_turns: Positive = 6
+    """Assistant turns."""
+    timeout_s: Seconds = 60.0
+    """Wall clock of the whole rollout."""
+
+
 class EvaluationTable(Table):
     """Held-out measurement before, between and after the stages, always on the same instances."""
 
@@ -282,6 +293,8 @@ class Recipe(Table):
     """The HTTP server agents talk to."""
     sandbox: SandboxTable = SandboxTable()
     """Isolation of commands."""
+    rollout: RolloutTable = RolloutTable()
+    """Limits of every rollout."""
     tasks: dict[str, dict[str, Any]] = {}
     """Options per task service, e.g. [tasks.terminal]; each service checks its own."""
     evaluation: EvaluationTable = EvaluationTable()
@@ -429,6 +442,7 @@ def _explain(problem: Any, data: dict[str, Any]) -> str:
             "engine": EngineTable,
             "gateway": GatewayTable,
             "sandbox": SandboxTable,
+            "rollout": RolloutTable,
             "evaluation": EvaluationTable,
         }
         if part is not location[-1] and part in table_of:

@@ -12,7 +12,6 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 import msgspec
-from headrace.rollout.segments import segments
 
 from headrace.errors import UserError
 from headrace.rollout.groups import GroupDecision, ScoredRollout, WeightedRollout, advantages
@@ -21,11 +20,11 @@ from headrace.rollout.records import (
     TRAIN,
     Batch,
     BatchMember,
-    GroupState,
     Recovery,
     WaitingGroup,
 )
 from headrace.rollout.runner import FinishedRollout, RolloutRunner, Ticket
+from headrace.rollout.segments import segments
 from headrace.rollout.staleness import is_stale
 from headrace.rollout.types import DropReason, Outcome, Segment, Session
 from headrace.tasks.types import TaskInstance
@@ -120,6 +119,7 @@ class RolloutSource:
         self._ready_changed = asyncio.Event()
         self._failures = 0
         self._last_failure = ""
+        self._error: BaseException | None = None
         self._producer: asyncio.Task[None] | None = None
         self._credit = 0  # groups a synchronous stage may still dispatch for the coming batch
         self._redispatch: deque[tuple[str, TaskInstance, int]] = deque()
@@ -152,7 +152,7 @@ class RolloutSource:
         self._producer.add_done_callback(lambda _: self._wake())
 
     async def stop(self) -> None:
-        """Cancel what is in flight. `Ledger.stage_finished` then says why the rest does not train."""
+        """Cancel what is in flight; `Ledger.stage_finished` gives the rest its reason."""
         if self._producer is not None:
             self._producer.cancel()
             with contextlib.suppress(asyncio.CancelledError):
@@ -223,16 +223,15 @@ class RolloutSource:
             )
             for _ in range(count)
         ]
-        with self._ledger.transaction():
-            self._ledger.put_state(cursor_key(self.config.stage), self._cursor)
-            self._ledger.dispatch(
-                self.config.stage,
-                TRAIN,
-                group_id,
-                instance.task,
-                msgspec.to_builtins(instance),
-                [t.session_id for t in tickets],
-            )
+        self._ledger.dispatch(
+            self.config.stage,
+            TRAIN,
+            group_id,
+            instance.task,
+            msgspec.to_builtins(instance),
+            [t.session_id for t in tickets],
+            state={cursor_key(self.config.stage): self._cursor},
+        )
         for ticket in tickets:
             task = asyncio.create_task(self._rollout(ticket), name=ticket.session_id)
             self._rollouts[task] = ticket.session_id
@@ -240,6 +239,8 @@ class RolloutSource:
 
     def _finished(self, task: asyncio.Task[None]) -> None:
         self._rollouts.pop(task, None)
+        if not task.cancelled() and task.exception() is not None:
+            self._error = self._error or task.exception()
         self._wake()
 
     async def _rollout(self, ticket: Ticket) -> None:
@@ -271,8 +272,7 @@ class RolloutSource:
     def _decide(self, group_id: str, sessions: dict[str, Session]) -> None:
         """Turn a complete group into advantages, or drop it with its reason."""
         decision = self._decision(sessions)
-        state = GroupState.READY if decision.drop_reason is None else GroupState.DROPPED
-        self._ledger.set_group(group_id, state, decision.drop_reason)
+        self._ledger.decide_group(group_id, decision)
         self.window.groups += 1
         if decision.drop_reason is DropReason.NO_SIGNAL:
             self.window.dropped_no_signal += 1
@@ -320,6 +320,8 @@ class RolloutSource:
             self._drop_stale(version)
             if self._enough():
                 return self._cut(version)
+            if self._error is not None:
+                raise self._error  # the recorder failed (a full disk, a bug): nothing can go on
             if self._failures >= FAILURES_IN_A_ROW:
                 raise UserError(
                     f"stage {self.config.stage}: {self._failures} rollouts in a row ended with an "
@@ -353,19 +355,19 @@ class RolloutSource:
 
     def _drop_stale(self, version: int) -> None:
         """Remove trajectories that are too old for a batch cut now."""
-        stale: list[str] = []
+        stale: list[tuple[str, DropReason]] = []
         for group in self._ready:
             keep: list[WeightedRollout] = []
             for member in group.members:
                 versions = _versions(group.sessions[member.session_id])
                 if is_stale(version, versions, self.config.staleness):
-                    stale.append(member.session_id)
+                    stale.append((member.session_id, DropReason.STALE))
                 else:
                     keep.append(member)
             group.members = keep
         if stale:
             self.window.dropped_stale += len(stale)
-            self._ledger.drop(stale, DropReason.STALE)
+            self._ledger.drop(stale)
             self._ready = deque(g for g in self._ready if g.members)
             self._room_changed.set()
 
@@ -387,21 +389,21 @@ class RolloutSource:
                     TrainingMember(member.session_id, found, member.advantage, member.multiplicity)
                 )
         self._ledger.cut_batch(
-            self.config.stage, index, version, records, tau=self.config.staleness
+            Batch(self.config.stage, index, version, self.config.staleness, tuple(records))
         )
         self._wake()
         return TrainingBatch(index, tuple(members))
 
     def _segments(self, session: Session) -> tuple[tuple[Segment, ...], dict[str, DropReason]]:
-        """Segments short enough to train on; calls of the others with their reason."""
-        kept: list[Segment] = []
-        excluded: dict[str, DropReason] = {}
-        for segment in segments(session):
-            if len(segment.ids) <= self.config.max_tokens:
-                kept.append(segment)
-            else:
-                excluded |= dict.fromkeys(segment.call_ids, DropReason.TOO_LONG)
-        return tuple(kept), excluded
+        """Segments short enough to train on, and the calls they leave out with their reason."""
+        kept = tuple(segments(session, self.config.max_tokens))
+        owned = {call_id for segment in kept for call_id in segment.call_ids}
+        excluded = {
+            call.id: DropReason.TOO_LONG
+            for call in session.calls
+            if call.spans and call.id not in owned
+        }
+        return kept, excluded
 
     def _replayed(self, batch: Batch) -> TrainingBatch:
         """A batch that had been cut before a crash, rebuilt verbatim from the evidence."""

@@ -27,12 +27,19 @@ GRACE_S = 10.0
 class SessionGate(Protocol):
     """The part of the gateway a runner needs."""
 
-    def open_session(self, session_id: str) -> str:
+    def open_session(
+        self,
+        session_id: str,
+        *,
+        max_calls: int = ...,
+        lifetime_s: float | None = None,
+        seed: int | None = None,
+    ) -> str:
         """Admit a session; returns its key."""
         ...
 
-    def close_session(self, session_id: str) -> None:
-        """Refuse further calls and abort running ones. Safe to repeat."""
+    async def close_session(self, session_id: str) -> tuple[Call, ...]:
+        """Refuse further calls, abort running ones; returns all its calls. Safe to repeat."""
         ...
 
 
@@ -46,6 +53,7 @@ class Ticket(msgspec.Struct, frozen=True):
         purpose: "train" or "eval:LABEL".
         instance: what to attempt.
         temperature: sampling temperature.
+        seed: makes the session's sampling a function of this number; None leaves it to the engine.
     """
 
     session_id: str
@@ -54,6 +62,7 @@ class Ticket(msgspec.Struct, frozen=True):
     purpose: str
     instance: TaskInstance
     temperature: float
+    seed: int | None = None
 
 
 class FinishedRollout(msgspec.Struct, frozen=True):
@@ -79,19 +88,19 @@ class RolloutRunner:
         ledger: Ledger,
         base_url: str,
         model: str,
+        max_tokens: int = 64,
+        max_turns: int = 6,
+        timeout_s: float = 60.0,
     ) -> None:
         self._tasks = tasks
         self._gate = gate
         self._ledger = ledger
         self._base_url = base_url
         self._model = model
-        self._calls: dict[str, list[Call]] = {}
+        self._max_tokens = max_tokens
+        self._max_turns = max_turns
+        self._timeout_s = timeout_s
         self.in_flight = 0
-
-    def on_call(self, call: Call) -> None:
-        """Sink of the gateway: keep a call, durably, before its client sees the answer."""
-        self._ledger.record_call(call)
-        self._calls.setdefault(call.session_id, []).append(call)
 
     async def run(self, ticket: Ticket) -> FinishedRollout:
         """Run one dispatched rollout to its end.
@@ -101,22 +110,26 @@ class RolloutRunner:
         """
         started = time.monotonic()
         self.in_flight += 1
-        self._calls[ticket.session_id] = []
         try:
-            key = self._gate.open_session(ticket.session_id)
+            key = self._gate.open_session(
+                ticket.session_id, lifetime_s=self._timeout_s + 2 * GRACE_S, seed=ticket.seed
+            )
             endpoint = Endpoint(
                 base_url=self._base_url,
                 api_key=key,
                 model=self._model,
                 temperature=ticket.temperature,
+                max_tokens=self._max_tokens,
+                max_turns=self._max_turns,
+                timeout_s=self._timeout_s,
             )
             result = await self._attempt(ticket, endpoint)
         except asyncio.CancelledError:
-            self._close(ticket, RolloutResult(Outcome.CANCELLED, reason="cancelled"))
+            await self._close(ticket, RolloutResult(Outcome.CANCELLED, reason="cancelled"))
             raise
         finally:
             self.in_flight -= 1
-        session = self._close(ticket, result)
+        session = await self._close(ticket, result)
         return FinishedRollout(session, time.monotonic() - started)
 
     async def _attempt(self, ticket: Ticket, endpoint: Endpoint) -> RolloutResult:
@@ -144,9 +157,9 @@ class RolloutRunner:
             )
         return result
 
-    def _close(self, ticket: Ticket, result: RolloutResult) -> Session:
+    async def _close(self, ticket: Ticket, result: RolloutResult) -> Session:
         """Close the session everywhere and return its evidence."""
-        self._gate.close_session(ticket.session_id)
+        calls = await self._gate.close_session(ticket.session_id)
         rewards = dict(result.rewards) if result.outcome.scored else {}
         self._ledger.finish(
             ticket.session_id, result.outcome, rewards, result.reason, result.detail
@@ -161,5 +174,5 @@ class RolloutRunner:
             outcome=result.outcome,
             reason=result.reason,
             rewards=rewards,
-            calls=tuple(self._calls.pop(ticket.session_id, ())),
+            calls=calls,
         )

@@ -1,0 +1,192 @@
+"""Everything that makes rollouts possible, started and stopped together.
+
+Sandboxes, task services, the engine's process, the gateway and the runner, wired as a recipe says.
+Used by runs, benchmarks and tests; it knows nothing of stages or training.
+"""
+
+import contextlib
+import os
+from collections.abc import AsyncIterator, Mapping
+from pathlib import Path
+
+import msgspec
+
+from headrace.cluster.local import LocalCluster, available_cores
+from headrace.cluster.types import Cluster, WorkerSpec
+from headrace.engine.client import ProcessEngine
+from headrace.engine.core import EngineConfig
+from headrace.errors import UserError
+from headrace.gateway.server import GatewayServer
+from headrace.gateway.sessions import Gateway
+from headrace.recipe import Recipe
+from headrace.rollout.ledger import Ledger
+from headrace.rollout.runner import RolloutRunner
+from headrace.sandbox import open_provider
+from headrace.sandbox.types import Limits, SandboxProvider
+from headrace.tasks.registry import create_task
+from headrace.tasks.types import TaskService
+from headrace.tokens.renderer import ChatRenderer, create_renderer
+
+
+class Placement(msgspec.Struct, frozen=True):
+    """Which cores belong to whom. Engine and trainer never share one when there are two."""
+
+    engine: tuple[int, ...]
+    trainer: tuple[int, ...]
+    all: tuple[int, ...]
+
+
+def placement(recipe: Recipe) -> Placement:
+    """Cores as the recipe says, else halves of what this process may use.
+
+    Raises:
+        UserError: a named core is not available.
+    """
+    cores = available_cores()
+    half = max(1, len(cores) // 2)
+    engine = recipe.cluster.engine_cores or cores[:half]
+    trainer = recipe.cluster.trainer_cores or cores[half:] or cores
+    for field, named in (("engine_cores", engine), ("trainer_cores", trainer)):
+        missing = sorted(set(named) - set(cores))
+        if missing:
+            raise UserError(
+                f"cluster.{field}: core {missing[0]} is not available here; "
+                f"available: {', '.join(map(str, cores))}"
+            )
+    return Placement(tuple(engine), tuple(trainer), cores)
+
+
+@contextlib.asynccontextmanager
+async def open_tasks(
+    recipe: Recipe, names: set[str], *, no_isolation: bool
+) -> AsyncIterator[tuple[SandboxProvider, dict[str, TaskService]]]:
+    """Sandboxes and the named task services.
+
+    Raises:
+        UserError: unknown task or option, or no isolation on this machine.
+    """
+    box = recipe.sandbox
+    limits = Limits(
+        wall_s=box.wall_s,
+        cpu_s=box.wall_s,
+        processes=box.processes,
+        memory_mb=box.memory_mb,
+        output_bytes=box.output_bytes,
+        disk_mb=box.disk_mb,
+    )
+    for name in names | set(recipe.tasks):
+        create_task(name, recipe.tasks.get(name, {}), None)  # mistakes before anything starts
+    kind = "none" if no_isolation and box.kind in ("auto", "none") else box.kind
+    provider = open_provider(kind, limits)
+    services = {name: create_task(name, recipe.tasks.get(name, {}), provider) for name in names}
+    try:
+        yield provider, services
+    finally:
+        for service in services.values():
+            close = getattr(service, "close", None)
+            if close is not None:
+                await close()
+        await provider.close()
+
+
+class System:
+    """A running engine behind a running gateway. Made by `open_system`."""
+
+    def __init__(
+        self,
+        *,
+        cluster: Cluster,
+        cores: Placement,
+        engine: ProcessEngine,
+        server: GatewayServer,
+        runner: RolloutRunner,
+        renderer: ChatRenderer,
+    ) -> None:
+        self.cluster = cluster
+        self.cores = cores
+        self.engine = engine
+        self.server = server
+        self.runner = runner
+        self.renderer = renderer
+
+
+@contextlib.asynccontextmanager
+async def open_system(
+    recipe: Recipe,
+    *,
+    cluster: LocalCluster,
+    checkpoint: Path,
+    version: int,
+    tasks: Mapping[str, TaskService],
+    ledger: Ledger,
+    log_dir: Path,
+) -> AsyncIterator[System]:
+    """Start engine and gateway over `checkpoint`, stamped `version`.
+
+    Raises:
+        UserError: the checkpoint or its tokenizer cannot be used, or the port is taken.
+    """
+    cores = placement(recipe)
+    renderer = create_renderer(recipe.model.renderer, checkpoint)
+    engine = await ProcessEngine.start(
+        cluster,
+        checkpoint,
+        EngineConfig(
+            max_slots=recipe.engine.max_slots,
+            max_running=recipe.engine.max_slots,
+            max_context=recipe.engine.max_context,
+            max_waiting=recipe.engine.max_waiting,
+            dtype=recipe.engine.dtype,
+            seed=recipe.seed,
+        ),
+        version=version,
+        cores=cores.engine,
+        log_path=str(log_dir / "engine.log"),
+    )
+    try:
+        gateway = Gateway(
+            engine,
+            renderer,
+            model=recipe.name,
+            on_call=ledger.record_call,
+            request_timeout_s=recipe.rollout.timeout_s,
+            default_max_tokens=recipe.rollout.max_tokens,
+        )
+        server = await GatewayServer.start(
+            gateway, host=recipe.gateway.host, port=recipe.gateway.port
+        )
+        try:
+            runner = RolloutRunner(
+                tasks=tasks,
+                gate=gateway,
+                ledger=ledger,
+                base_url=server.base_url,
+                model=recipe.name,
+                max_tokens=recipe.rollout.max_tokens,
+                max_turns=recipe.rollout.max_turns,
+                timeout_s=recipe.rollout.timeout_s,
+            )
+            yield System(
+                cluster=cluster,
+                cores=cores,
+                engine=engine,
+                server=server,
+                runner=runner,
+                renderer=renderer,
+            )
+        finally:
+            await server.stop()
+    finally:
+        await engine.close()
+
+
+def trainer_spec(name: str, cores: tuple[int, ...], threads: int, log_dir: Path) -> WorkerSpec:
+    """Where a trainer process runs."""
+    return WorkerSpec(
+        name=name,
+        target="headrace.training.worker:TrainerWorker",
+        kwargs={"threads": threads},
+        cores=cores,
+        threads=threads,
+        log_path=os.fspath(log_dir / f"{name}.log"),
+    )
