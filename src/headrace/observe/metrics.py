@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import msgspec
-from tensorboard.compat.proto.event_pb2 import Event
-from tensorboard.compat.proto.summary_pb2 import Summary
+from tensorboard.compat.proto import event_pb2, summary_pb2
 from tensorboard.summary.writer.record_writer import RecordWriter
 
 from headrace.errors import UserError
@@ -112,6 +111,11 @@ class MetricsWriter:
         return rows[0].time - rows[0].elapsed if rows else time.time()
 
 
+# protobuf makes these classes while importing, where type checkers do not see them.
+_Event: Any = event_pb2.Event  # pyright: ignore[reportAttributeAccessIssue]
+_Summary: Any = summary_pb2.Summary  # pyright: ignore[reportAttributeAccessIssue]
+
+
 class _BoardWriter:
     """TensorBoard's event file format, written synchronously: records of scalar summaries."""
 
@@ -121,11 +125,11 @@ class _BoardWriter:
         name = f"events.out.tfevents.{int(now):010d}.{socket.gethostname()}.{os.getpid()}.0"
         self._file = open(folder / name, "ab")  # noqa: SIM115  closed by close()
         self._records = RecordWriter(self._file)
-        self._write(Event(wall_time=now, file_version="brain.Event:2"))
+        self._write(_Event(wall_time=now, file_version="brain.Event:2"))
 
     def scalars(self, stage: str, step: int, metrics: Mapping[str, float], now: float) -> None:
-        values = [Summary.Value(tag=f"{stage}/{k}", simple_value=v) for k, v in metrics.items()]
-        self._write(Event(wall_time=now, step=step, summary=Summary(value=values)))
+        values = [_Summary.Value(tag=f"{stage}/{k}", simple_value=v) for k, v in metrics.items()]
+        self._write(_Event(wall_time=now, step=step, summary=_Summary(value=values)))
 
     def _write(self, event: Any) -> None:
         self._records.write(event.SerializeToString())

@@ -1,0 +1,236 @@
+"""A run directory as its readers see it: recipe, summary, metrics and ledger, as far as they exist.
+
+Runs are read while they go on and after they crashed, so every part may be missing; only a
+directory with none of them is no run. The comparisons between evaluations are decided here, so that
+the report and `headrace show` say the same.
+"""
+
+import difflib
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from headrace.errors import UserError
+from headrace.observe.metrics import MetricRow, read_metrics
+from headrace.observe.statistics import PairedDifference, paired_difference
+from headrace.observe.summary import FILE_NAME as SUMMARY_FILE
+from headrace.observe.summary import read_summary
+from headrace.rollout.reading import FILE_NAME as LEDGER_FILE
+from headrace.rollout.reading import LedgerReader
+from headrace.rollout.records import SessionSummary
+
+RECIPE_FILE = "recipe.json"
+
+
+class Comparison(msgspec.Struct, frozen=True):
+    """Two evaluations of the same instances and how the second differs.
+
+    Attributes:
+        stage: the stage the comparison is about.
+        kind: its kind.
+        before: the evaluation of the model it is measured against.
+        after: the evaluation of the model after the stage.
+        change: the paired difference.
+        rival: "" when `before` is what the stage started from, else the other stage that started
+            from the same model and is measured against.
+    """
+
+    stage: str
+    kind: str
+    before: Mapping[str, Any]
+    after: Mapping[str, Any]
+    change: PairedDifference
+    rival: str = ""
+
+
+class Run:
+    """What a run directory holds. Close it, or use it as a context manager.
+
+    Attributes:
+        path: the directory.
+        recipe: the resolved recipe as a dict; empty when it was not written yet.
+        summary: summary.json; empty when it was not written yet.
+        rows: metrics, oldest first.
+        ledger: the evidence, or None when there is none that can be read.
+        ledger_problem: why not, for people; "" otherwise.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.recipe = _read_object(path / RECIPE_FILE)
+        self.summary = read_summary(path) or {}
+        self.rows: list[MetricRow] = read_metrics(path)
+        self.ledger: LedgerReader | None = None
+        self.ledger_problem = ""
+        if (path / LEDGER_FILE).is_file():
+            try:
+                self.ledger = LedgerReader.open(path)
+            except UserError as error:
+                self.ledger_problem = str(error)
+        else:
+            self.ledger_problem = "no rollout was recorded yet"
+
+    def close(self) -> None:
+        """Close the ledger. Safe to repeat."""
+        if self.ledger is not None:
+            self.ledger.close()
+
+    def __enter__(self) -> "Run":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def name(self) -> str:
+        """The recipe's name, else the directory's."""
+        return str(self.recipe.get("name") or self.summary.get("recipe") or self.path.name)
+
+    @property
+    def status(self) -> str:
+        """The summary's status; "unfinished" for a run that has not written one."""
+        return str(self.summary.get("status") or "unfinished")
+
+    @property
+    def evaluations(self) -> list[Mapping[str, Any]]:
+        """Evaluation records, in order."""
+        return [e for e in self.summary.get("evaluations") or [] if isinstance(e, dict)]
+
+    def stages(self) -> list[dict[str, Any]]:
+        """Recipe stages in order, each {name, kind, wall_s or None, start_from}."""
+        walls = {s.get("name"): s.get("wall_s") for s in self.summary.get("stages") or []}
+        listed = [dict(stage) for stage in self.recipe.get("stages") or []]
+        if not listed:
+            names = list(walls) or list(dict.fromkeys(row.stage for row in self.rows))
+            listed = [{"name": name, "kind": self._guess_kind(str(name))} for name in names]
+        previous = "start"
+        for stage in listed:
+            name = stage["name"]
+            stage["wall_s"] = walls.get(name, self._elapsed(name))
+            stage["start_from"] = stage.get("start_from") or previous
+            previous = name
+        return listed
+
+    def rows_of(self, stage: str) -> list[MetricRow]:
+        """Metrics rows of one stage."""
+        return [row for row in self.rows if row.stage == stage]
+
+    def comparisons(self) -> list[Comparison]:
+        """Every stage against the model it started from, then against rivals with that start."""
+        found: dict[str, Mapping[str, Any]] = {}
+        for record in self.evaluations:
+            # The recipe's own temperature is measured first; a greedy record never replaces it.
+            found.setdefault(str(record.get("after")), record)
+        result: list[Comparison] = []
+        stages = [s for s in self.stages() if s["name"] in found]
+        for stage in stages:
+            name, kind = stage["name"], str(stage.get("kind", ""))
+            before = found.get(stage["start_from"])
+            if before is not None:
+                change = paired_difference(before, found[name])
+                if change is not None:
+                    result.append(Comparison(name, kind, before, found[name], change))
+        for stage in stages:
+            if stage.get("kind") != "agentic_rl":
+                continue
+            for other in stages:
+                if other["name"] != stage["name"] and other["start_from"] == stage["start_from"]:
+                    a, b = found[other["name"]], found[stage["name"]]
+                    change = paired_difference(a, b)
+                    if change is not None:
+                        kind = "agentic_rl"
+                        result.append(Comparison(stage["name"], kind, a, b, change, other["name"]))
+        return result
+
+    def headline(self) -> Comparison | None:
+        """The comparison to lead with: the last RL stage's, else the last stage's."""
+        own = [c for c in self.comparisons() if not c.rival]
+        learned = [c for c in own if c.kind == "agentic_rl"]
+        return (learned or own or [None])[-1]
+
+    def _guess_kind(self, stage: str) -> str:
+        rows = self.rows_of(stage)
+        return "agentic_rl" if any("reward_mean" in row.metrics for row in rows) else "sft"
+
+    def _elapsed(self, stage: str) -> float | None:
+        """Seconds between a stage's first and last row: the least it took."""
+        rows = self.rows_of(stage)
+        return rows[-1].elapsed - rows[0].elapsed if rows else None
+
+
+def open_run(run_dir: Path) -> Run:
+    """Read a run directory.
+
+    Raises:
+        UserError: no such directory, or nothing in it comes from a run.
+    """
+    path = Path(run_dir)
+    if not path.is_dir():
+        near = _nearest(path.name, _siblings(path.parent))
+        raise UserError(f"run {path}: no such directory{near}")
+    if not any((path / name).exists() for name in (RECIPE_FILE, SUMMARY_FILE, LEDGER_FILE)):
+        inside = _siblings(path)
+        hint = f"; it holds the runs {', '.join(inside[:5])}" if inside else ""
+        raise UserError(
+            f"run {path}: not a run directory (no {RECIPE_FILE}, {SUMMARY_FILE} or "
+            f"{LEDGER_FILE}){hint}"
+        )
+    return Run(path)
+
+
+def find_session(ledger: LedgerReader, wanted: str) -> SessionSummary:
+    """The session whose id is `wanted` or starts with it.
+
+    Raises:
+        UserError: none does, or several do.
+    """
+    known: list[str] = []
+    matches: list[SessionSummary] = []
+    for session in ledger.sessions():
+        if session.id == wanted:
+            return session
+        known.append(session.id)
+        if session.id.startswith(wanted):
+            matches.append(session)
+    if len(matches) == 1:
+        return matches[0]
+    if matches:
+        names = ", ".join(s.id for s in matches[:3])
+        raise UserError(
+            f"trajectory {wanted}: {len(matches)} ids start with it ({names} ...); give more of it"
+        )
+    raise UserError(
+        f"trajectory {wanted}: no such id{_nearest(wanted, known)}; "
+        "list them with `headrace show RUN trajectories`"
+    )
+
+
+def _nearest(name: str, known: Sequence[str]) -> str:
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    return f'; did you mean "{near[0]}"?' if near else ""
+
+
+def _siblings(folder: Path) -> list[str]:
+    """Names of the runs in `folder`, newest name last."""
+    try:
+        entries = sorted(folder.iterdir())
+    except OSError:
+        return []
+    return [e.name for e in entries if (e / RECIPE_FILE).exists() or (e / SUMMARY_FILE).exists()]
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (ValueError, OSError) as error:
+        raise UserError(
+            f"{path}: cannot be read as JSON ({error}); restore or remove it"
+        ) from error
+    if not isinstance(data, dict):
+        raise UserError(f"{path}: expected a JSON object; restore or remove it")
+    return data

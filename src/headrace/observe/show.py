@@ -1,0 +1,366 @@
+"""`headrace show`: a run's summary, its trajectories, and one of them token by token.
+
+Reads a run directory, prints to a rich console, changes nothing; safe beside a run in progress.
+"""
+
+import codecs
+from itertools import islice
+from pathlib import Path
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from headrace.errors import UserError
+from headrace.observe.conversation import conversation
+from headrace.observe.laws import laws_of
+from headrace.observe.runs import Run, find_session, open_run
+from headrace.observe.units import (
+    count,
+    duration,
+    interval,
+    label_of,
+    moment,
+    percent,
+    points,
+    printable,
+    short,
+)
+from headrace.observe.vocabulary import Vocabulary
+from headrace.rollout.reading import LedgerReader
+from headrace.rollout.records import TRAIN, SessionSummary
+from headrace.rollout.segments import segments
+from headrace.rollout.types import Segment, Session
+
+LISTED = 200
+"""Trajectories that `show RUN trajectories` prints, newest first."""
+
+
+def show_run(run_dir: Path, console: Console) -> None:
+    """Print what a run is, how far it came and what it measured.
+
+    Raises:
+        UserError: no run there, or damaged files.
+    """
+    with open_run(run_dir) as run:
+        _print_head(run, console)
+        _print_stages(run, console)
+        _print_evaluations(run, console)
+        _print_accounts(run, console)
+        _print_laws(run, console)
+        console.print(
+            Text.assemble(
+                ("More: ", "bold"),
+                f"headrace show {run.path} trajectories; ",
+                f"headrace show {run.path} trajectory ID; ",
+                f"headrace report {run.path}",
+                style="dim",
+            ),
+            soft_wrap=True,
+        )
+
+
+def list_trajectories(run_dir: Path, console: Console, limit: int = LISTED) -> None:
+    """Print ids, outcomes and rewards of the newest trajectories.
+
+    Raises:
+        UserError: no run there, or it has no ledger.
+    """
+    with open_run(run_dir) as run:
+        ledger = _require_ledger(run)
+        total = sum(ledger.outcome_counts().values())
+        table = Table(box=box.SIMPLE_HEAD, pad_edge=False, header_style="bold")
+        table.add_column("trajectory", no_wrap=True)
+        for name in ("for", "family", "outcome"):
+            table.add_column(name, overflow="fold")
+        for name in ("reward", "tokens", "version"):
+            table.add_column(name, justify="right")
+        table.add_column("fate")
+        for session in islice(ledger.sessions(newest_first=True), limit):
+            table.add_row(
+                Text(session.id),
+                Text(session.stage if session.purpose == TRAIN else session.purpose),
+                Text(str(session.instance.get("family", "–"))),
+                Text("open" if session.outcome is None else session.outcome.value),
+                _reward(session),
+                count(session.tokens),
+                "–" if session.oldest_version is None else str(session.oldest_version),
+                Text(_short_fate(session)),
+            )
+        console.print(table)
+        if total > limit:
+            console.print(f"The newest {limit} of {count(total)} trajectories.", style="dim")
+
+
+def show_trajectory(run_dir: Path, session_id: str, console: Console) -> None:
+    """Print one trajectory token by token: position, id, text, mask, logprob and weight version.
+
+    Args:
+        run_dir: the run.
+        session_id: an id, or the beginning of one that no other id shares.
+        console: where to print.
+
+    Raises:
+        UserError: no run there, no ledger, or no such trajectory.
+    """
+    with open_run(run_dir) as run:
+        ledger = _require_ledger(run)
+        summary = find_session(ledger, session_id)
+        session = ledger.session(summary.id)
+        vocabulary = Vocabulary.of_run(run.path)
+    _print_session_head(summary, session, console)
+    for turn in conversation(session):
+        note = f" ({turn.note})" if turn.note else ""
+        console.print(Text(f"{turn.role}{note}", style=f"bold {_ROLE_STYLES.get(turn.role, '')}"))
+        if turn.reasoning:
+            console.print(Text(turn.reasoning, style="italic dim"))
+        console.print(Text(turn.text), soft_wrap=True)
+    found = segments(session)
+    if vocabulary is None:
+        console.print("No tokenizer in checkpoints/: ids are shown without text.", style="yellow")
+    for index, segment in enumerate(found, start=1):
+        console.print()
+        console.rule(f"segment {index} of {len(found)}: {_segment_words(segment)}", align="left")
+        if vocabulary is not None:
+            console.print(_inline(segment, vocabulary), soft_wrap=True)
+        console.print(_token_table(segment, vocabulary, summary))
+    if not found:
+        console.print("No token was sampled in this session.", style="dim")
+
+
+_ROLE_STYLES = {"system": "magenta", "user": "blue", "assistant": "green", "tool": "yellow"}
+
+
+def _require_ledger(run: Run) -> LedgerReader:
+    if run.ledger is None:
+        raise UserError(f"run {run.path}: no trajectories: {run.ledger_problem}")
+    return run.ledger
+
+
+# -- summary -------------------------------------------------------------------------------------
+
+
+def _print_head(run: Run, console: Console) -> None:
+    style = "green" if run.status in ("finished", "completed", "ok", "done") else "yellow"
+    title = Text.assemble((run.name, "bold"), "  ", (run.status, f"bold {style}"))
+    facts = [f"directory {run.path}"]
+    seed = run.summary.get("seed", run.recipe.get("seed"))
+    if seed is not None:
+        facts.append(f"seed {seed}")
+    if run.summary.get("wall_s") is not None:
+        facts.append(f"wall clock {duration(float(run.summary['wall_s']))}")
+    if run.summary.get("ended"):
+        facts.append(f"ended {run.summary['ended']}")
+    elif run.rows:
+        facts.append(f"last metrics {moment(run.rows[-1].time)}")
+    console.print(title)
+    console.print(Text(" · ".join(facts), style="dim"), soft_wrap=True)
+
+
+def _print_stages(run: Run, console: Console) -> None:
+    table = _table("stage", "kind", right=("took", "step"), last=("last metrics",))
+    for stage in run.stages():
+        rows = run.rows_of(stage["name"])
+        latest = rows[-1].metrics if rows else {}
+        names = (
+            ("reward_mean", "success_rate", "lag_mean", "trainer_busy", "engine_busy")
+            if "reward_mean" in latest
+            else ("loss", "tokens_per_s")
+        )
+        words = ", ".join(f"{n} {short(latest[n])}" for n in names if n in latest)
+        table.add_row(
+            Text(str(stage["name"])),
+            Text(str(stage.get("kind", "–"))),
+            duration(stage["wall_s"]),
+            count(rows[-1].step) if rows else "–",
+            Text(words or "not started"),
+        )
+    console.print(table)
+
+
+def _print_evaluations(run: Run, console: Console) -> None:
+    if not run.evaluations:
+        console.print("No evaluation has finished.", style="dim")
+        return
+    table = _table("held-out success", right=("rate", "95% interval", "n", "3+ turns", "took"))
+    for e in run.evaluations:
+        ok, n = e.get("multi_turn") or (0, 0)
+        table.add_row(
+            label_of(e),
+            Text(percent(e.get("success")), style="bold"),
+            interval(e.get("low", 0.0), e.get("high", 1.0)),
+            str(e.get("n", "–")),
+            percent(ok / n) if n else "–",
+            duration(e.get("wall_s")),
+        )
+    console.print(table)
+    for c in run.comparisons():
+        against = f"stage {c.rival} (same start)" if c.rival else label_of(c.before)
+        console.print(
+            Text.assemble(
+                f"after {c.stage} against {against}: ",
+                (f"{points(c.change.difference)} points", "bold"),
+                f" (95% {points(c.change.low)} to {points(c.change.high)}, paired, "
+                f"n={c.change.n}; {c.change.gained} learned, {c.change.lost} lost)",
+            ),
+            soft_wrap=True,
+        )
+
+
+def _print_accounts(run: Run, console: Console) -> None:
+    if run.ledger is None:
+        console.print(f"No ledger: {run.ledger_problem}.", style="dim", soft_wrap=True)
+        return
+    with run.ledger.snapshot():
+        tokens = run.ledger.conservation()
+        outcomes = run.ledger.outcome_counts()
+        forks = run.ledger.fork_counts()
+    table = _table("sampled tokens", right=("count", "share"))
+    entries = [("sampled", tokens.sampled), ("trained", tokens.trained)]
+    entries += [(f"not trained: {r.value}", n) for r, n in sorted(tokens.dropped.items())]
+    if tokens.pending:
+        entries.append(("pending", tokens.pending))
+    for label, number in entries:
+        share = percent(number / tokens.sampled) if tokens.sampled else "–"
+        table.add_row(label, count(number), share)
+    console.print(table)
+    verdict = "closes" if tokens.closes else "DOES NOT CLOSE"
+    words = ", ".join(f"{count(n)} {o}" for o, n in sorted(outcomes.items()))
+    console.print(f"The ledger {verdict}. Sessions: {words or 'none'}.", soft_wrap=True)
+    if forks:
+        forked = ", ".join(f"{count(n)} {r}" for r, n in sorted(forks.items()))
+        console.print(f"Forked calls: {forked}.", style="dim", soft_wrap=True)
+
+
+def _print_laws(run: Run, console: Console) -> None:
+    laws = laws_of(run.summary)
+    if not laws:
+        return
+    line = Text("Laws: ")
+    for law, held, detail in laws:
+        line.append(f"{law} ", style="green" if held else "bold red")
+        line.append("held  " if held else f"broken ({detail})  ", style="dim" if held else "red")
+    console.print(line, soft_wrap=True)
+
+
+def _table(*left: str, right: tuple[str, ...] = (), last: tuple[str, ...] = ()) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, header_style="bold")
+    for name in left:
+        table.add_column(name)
+    for name in right:
+        table.add_column(name, justify="right")
+    for name in last:
+        table.add_column(name)
+    return table
+
+
+# -- one trajectory ------------------------------------------------------------------------------
+
+
+def _print_session_head(summary: SessionSummary, session: Session, console: Console) -> None:
+    console.print(Text.assemble(("trajectory ", "dim"), (summary.id, "bold")))
+    facts = [
+        f"stage {summary.stage}",
+        f"purpose {summary.purpose}",
+        f"group {summary.group_id}",
+        f"instance {printable(str(summary.instance))}",
+    ]
+    console.print(Text(" · ".join(facts), style="dim"), soft_wrap=True)
+    verdict = [
+        f"outcome {'open' if summary.outcome is None else summary.outcome.value}",
+        *(f"{name} {value:g}" for name, value in sorted(summary.rewards.items())),
+        f"{len(session.calls)} calls",
+        f"{summary.tokens} tokens sampled",
+        _fate(summary),
+    ]
+    if summary.reason:
+        verdict.insert(1, f"({printable(summary.reason)})")
+    console.print(Text(" · ".join(verdict)), soft_wrap=True)
+    forks = [f"call {c.index}: {c.fork_reason}" for c in session.calls if c.fork_reason]
+    if forks:
+        console.print(Text("forked at " + "; ".join(forks), style="yellow"), soft_wrap=True)
+    console.print()
+
+
+def _segment_words(segment: Segment) -> str:
+    trained = [i for i, masked in enumerate(segment.train_mask) if masked]
+    versions = sorted({segment.versions[i] for i in trained})
+    spread = f"v{versions[0]}" if len(versions) == 1 else f"v{versions[0]} to v{versions[-1]}"
+    return f"{len(segment.ids)} tokens, {len(trained)} sampled, weights {spread}"
+
+
+def _inline(segment: Segment, vocabulary: Vocabulary) -> Text:
+    """The segment as running text: prompt dim, sampled tokens coloured by how likely they were.
+
+    A character whose bytes span tokens appears with the token that completes it.
+    """
+    line = Text()
+    decoder = codecs.getincrementaldecoder("utf-8")("backslashreplace")
+    columns = zip(segment.ids, segment.train_mask, segment.logprobs, segment.versions, strict=True)
+    style = "dim"
+    for token_id, masked, logprob, version in columns:
+        style = _logprob_style(logprob) if version >= 0 else "dim"
+        style = f"underline {style}" if masked else style
+        line.append(printable(decoder.decode(vocabulary.raw(token_id))), style=style)
+    line.append(printable(decoder.decode(b"", final=True)), style=style)
+    return line
+
+
+def _token_table(segment: Segment, vocabulary: Vocabulary | None, summary: SessionSummary) -> Table:
+    # The mask says what would train; tokens of a session that was dropped never do.
+    mask_word, mask_style = (
+        ("train", "green") if summary.drop_reason is None else ("dropped", "red")
+    )
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, header_style="bold")
+    table.add_column("#", justify="right", style="dim")
+    table.add_column("id", justify="right")
+    table.add_column("text", no_wrap=True)
+    table.add_column("mask")
+    table.add_column("logprob", justify="right")
+    table.add_column("version", justify="right")
+    columns = zip(segment.ids, segment.train_mask, segment.logprobs, segment.versions, strict=True)
+    for position, (token_id, masked, logprob, version) in enumerate(columns):
+        sampled = version >= 0
+        words = "" if vocabulary is None else vocabulary.text(token_id)
+        special = vocabulary is not None and vocabulary.is_special(token_id)
+        style = _logprob_style(logprob) if sampled else "dim"
+        table.add_row(
+            str(position),
+            str(token_id),
+            Text(words if special else f"'{words}'", style="bold magenta" if special else style),
+            Text(mask_word if masked else "–", style=mask_style if masked else "dim"),
+            Text(f"{logprob:.4f}" if sampled else "–", style=style),
+            f"v{version}" if sampled else "–",
+        )
+    return table
+
+
+def _logprob_style(logprob: float) -> str:
+    """Green for expected tokens, yellow for surprising ones, red for rare ones."""
+    if logprob > -0.7:
+        return "green"
+    return "yellow" if logprob > -2.3 else "red"
+
+
+def _reward(session: SessionSummary) -> Text:
+    if session.reward is None:
+        return Text("–", style="dim")
+    return Text(f"{session.reward:g}", style="green" if session.reward >= 1 else "red")
+
+
+def _short_fate(session: SessionSummary) -> str:
+    if session.step is not None:
+        return f"update {session.step}"
+    return "pending" if session.drop_reason is None else session.drop_reason.value
+
+
+def _fate(session: SessionSummary) -> str:
+    """What became of the session's tokens, in words."""
+    if session.step is not None:
+        return f"trained in update {session.step}, advantage {session.advantage:+.3f}"
+    if session.batch is not None:
+        return f"cut into batch {session.batch}, not trained yet"
+    if session.drop_reason is not None:
+        return f"not trained: {session.drop_reason.value}"
+    return "pending"
