@@ -207,6 +207,7 @@ async def _open(
         sandbox = await provider.open(files)
         stack.push_async_callback(sandbox.close)
     engine = await stack.enter_async_context(open_engine(checkpoint, serve))
+    await engine.start()
     gateway = Gateway(
         engine,
         renderer,

@@ -141,7 +141,7 @@ def run(
         )
     if resume is None and not dry_run:
         _require_empty(target)
-    from headrace.training.run import plan, run_recipe
+    from headrace.run import plan, run_recipe
 
     if dry_run:
         for line in plan(loaded):

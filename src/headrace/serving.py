@@ -29,6 +29,9 @@ from headrace.tokens.renderer import create_renderer
 _DEFAULT_CONTEXT = 2048
 """Tokens per request unless asked for more: the cache of every slot is allocated at the start."""
 
+_DEFAULT_ANSWER = 256
+"""Tokens of an answer when a client does not say."""
+
 
 class ServeOptions(msgspec.Struct, frozen=True):
     """How to serve.
@@ -120,10 +123,10 @@ def engine_config(checkpoint: Path, options: ServeOptions) -> EngineConfig:
 
 @contextlib.asynccontextmanager
 async def open_engine(checkpoint: Path, options: ServeOptions) -> AsyncIterator[ProcessEngine]:
-    """An engine process over the checkpoint; it ends with the context.
+    """An engine over the checkpoint, not started yet; its process ends with the context.
 
     Raises:
-        UserError: the checkpoint cannot be used, or an option does not fit it.
+        UserError: the model is not supported, or an option does not fit it.
     """
     cores = available_cores()
     threads = options.threads or len(cores)
@@ -133,8 +136,8 @@ async def open_engine(checkpoint: Path, options: ServeOptions) -> AsyncIterator[
     async with contextlib.AsyncExitStack() as stack:
         cluster = LocalCluster()
         stack.push_async_callback(cluster.close)
-        engine = await ProcessEngine.start(
-            cluster, checkpoint, config, version=0, cores=cores[:threads]
+        engine = ProcessEngine(
+            cluster, config, checkpoint=str(checkpoint), cores=cores[:threads], threads=threads
         )
         stack.push_async_callback(engine.close)
         yield engine
@@ -176,33 +179,41 @@ async def _serve(
     api_key: str | None,
     console: Console,
 ) -> None:
-    stop = asyncio.Event()
-    loop = asyncio.get_running_loop()
+    serving = asyncio.current_task()
+    assert serving is not None, "runs as a task"
+
+    def interrupt() -> None:
+        if not serving.cancelling():  # a second Ctrl-C must not cut the cleaning up short
+            serving.cancel()
+
     for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, stop.set)
+        asyncio.get_running_loop().add_signal_handler(number, interrupt)
     renderer = create_renderer(options.renderer, checkpoint)
     key = api_key or f"sk-headrace-{secrets.token_urlsafe(18)}"
-    console.print(f"Loading {escape(str(checkpoint))} ...")
-    async with open_engine(checkpoint, options) as engine:
-        gateway = KeyedGateway(
-            key,
-            engine,
-            renderer,
-            model="headrace",
-            request_timeout_s=options.request_timeout_s,
-            default_max_tokens=256,
-        )
-        server = await GatewayServer.start(gateway, host=host, port=port)
-        try:
-            for name, value in {
-                "base URL": server.base_url,
-                "API key": key,
-                "model": gateway.model,
-                "context": f"{engine.max_context} tokens",
-            }.items():
-                console.print(f"{name:>9}  {escape(value)}", highlight=False, soft_wrap=True)
-            console.print("Ctrl-C stops it.")
-            await stop.wait()
-            console.print("Stopping.")
-        finally:
-            await server.stop()
+    with contextlib.suppress(asyncio.CancelledError):
+        async with open_engine(checkpoint, options) as engine:
+            gateway = KeyedGateway(
+                key,
+                engine,
+                renderer,
+                model="headrace",
+                request_timeout_s=options.request_timeout_s,
+                default_max_tokens=_DEFAULT_ANSWER,
+            )
+            # The port comes first: when it is taken, nobody waits for weights to load.
+            server = await GatewayServer.start(gateway, host=host, port=port)
+            try:
+                console.print(f"Loading {escape(str(checkpoint))} ...", soft_wrap=True)
+                await engine.start()
+                for name, value in {
+                    "base URL": server.base_url,
+                    "API key": key,
+                    "model": gateway.model,
+                    "context": f"{engine.max_context} tokens",
+                }.items():
+                    console.print(f"{name:>9}  {escape(value)}", highlight=False, soft_wrap=True)
+                console.print("Ctrl-C stops it.")
+                await asyncio.Event().wait()
+            finally:
+                await server.stop()
+    console.print("Stopped.")

@@ -1,0 +1,162 @@
+"""Chat: tool calls are shown, carried out when asked, and a conversation goes on."""
+
+import io
+
+import pytest
+from rich.console import Console
+
+from headrace.chat import ChatOptions, Conversation, read_files
+from headrace.errors import UserError
+from headrace.gateway.protocol import ApiError
+from headrace.sandbox.types import CommandResult, EndReason, FileEntry
+
+
+def answer(content="", calls=(), finish="stop"):
+    """A chat completion as the gateway returns it; calls are (name, arguments) pairs."""
+    message: dict[str, object] = {"role": "assistant", "content": content}
+    if calls:
+        message["tool_calls"] = [
+            {"id": f"c{i}", "type": "function", "function": {"name": n, "arguments": a}}
+            for i, (n, a) in enumerate(calls)
+        ]
+    return {"choices": [{"message": message, "finish_reason": finish}]}
+
+
+class ScriptedGateway:
+    """Gives prepared answers and keeps what it was sent."""
+
+    model = "scripted"
+
+    def __init__(self, *answers):
+        self.answers = list(answers)
+        self.bodies = []
+
+    async def chat(self, key, body, idempotency_key=None):
+        self.bodies.append({**body, "messages": list(body["messages"])})
+        prepared = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
+        if isinstance(prepared, Exception):
+            raise prepared
+        return prepared
+
+
+class EchoSandbox:
+    """Says which command it was given."""
+
+    def __init__(self):
+        self.commands = []
+
+    async def run(self, command, *, timeout_s=None):
+        self.commands.append(command)
+        return CommandResult(0, f"ran {command}\n".encode(), False, EndReason.EXITED, 0.0)
+
+
+def conversation(gateway, sandbox=None, **options):
+    console = Console(file=io.StringIO(), width=80)
+    return Conversation(gateway, "key", ChatOptions(**options), console, sandbox), console
+
+
+def shown(console):
+    return console.file.getvalue()
+
+
+async def test_the_conversation_grows_by_each_turn():
+    gateway = ScriptedGateway(answer("hello"), answer("bye"))
+    talk, console = conversation(gateway, system="Be brief.")
+    await talk.say("hi")
+    await talk.say("see you")
+    assert [m["role"] for m in gateway.bodies[1]["messages"]] == [
+        "system",
+        "user",
+        "assistant",
+        "user",
+    ]
+    assert "tools" not in gateway.bodies[0]
+    assert shown(console) == "hello\nbye\n"
+
+
+async def test_tool_calls_are_only_shown_without_a_sandbox():
+    gateway = ScriptedGateway(answer(calls=[("bash", '{"command": "ls"}')]))
+    talk, console = conversation(gateway)
+    await talk.say("list")
+    assert 'call bash {"command": "ls"}' in shown(console)
+    assert len(gateway.bodies) == 1
+
+
+async def test_tool_calls_run_in_the_sandbox_and_the_model_reads_the_result():
+    gateway = ScriptedGateway(answer(calls=[("bash", '{"command": "wc -l"}')]), answer("3"))
+    sandbox = EchoSandbox()
+    talk, console = conversation(gateway, sandbox)
+    await talk.say("count")
+    assert sandbox.commands == ["wc -l"]
+    last = gateway.bodies[1]["messages"][-1]
+    assert last == {"role": "tool", "tool_call_id": "c0", "content": "ran wc -l"}
+    assert gateway.bodies[0]["tools"][0]["function"]["name"] == "bash"
+    assert shown(console).splitlines()[-1] == "3"
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        ("bash", "{not json"),
+        ("bash", "[1]"),
+        ("bash", '{"command": 3}'),
+        ("bash", '{"command": "a\\u0000b"}'),
+        ("python", '{"command": "ls"}'),
+    ],
+)
+async def test_a_call_that_cannot_be_read_is_answered_not_run(call):
+    gateway = ScriptedGateway(answer(calls=[call]), answer("sorry"))
+    sandbox = EchoSandbox()
+    talk, _ = conversation(gateway, sandbox)
+    await talk.say("go")
+    assert sandbox.commands == []
+    assert gateway.bodies[1]["messages"][-1]["content"].startswith("error: call bash")
+
+
+async def test_endless_tool_calls_are_stopped():
+    gateway = ScriptedGateway(answer(calls=[("bash", '{"command": "ls"}')]))
+    talk, console = conversation(gateway, EchoSandbox())
+    await talk.say("go")
+    assert len(gateway.bodies) == 8
+    assert "stopped after 8 rounds" in shown(console)
+
+
+async def test_a_cut_answer_says_so_and_markup_is_not_interpreted():
+    gateway = ScriptedGateway(answer("[bold]x[/bold]", finish="length"))
+    talk, console = conversation(gateway)
+    await talk.say("go")
+    assert "[bold]x[/bold]" in shown(console)
+    assert "--max-tokens" in shown(console)
+
+
+async def test_a_full_context_is_a_clear_end():
+    gateway = ScriptedGateway(ApiError(400, "context_length_exceeded", "too many tokens"))
+    talk, _ = conversation(gateway)
+    with pytest.raises(UserError, match="too many tokens; start a new conversation"):
+        await talk.say("go")
+
+
+def test_files_are_read_as_they_are_and_links_stay_links(tmp_path):
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "sub" / "a.txt").write_text("x\n")
+    (tmp_path / "sub" / "a.txt").chmod(0o600)
+    (tmp_path / "out").symlink_to("/etc/passwd")
+    (tmp_path / "away").symlink_to("/etc")
+    found = read_files(tmp_path)
+    assert set(found) == {"sub", "sub/a.txt", "out", "away"}
+    assert found["sub/a.txt"] == FileEntry("file", 0o600, b"x\n")
+    assert (found["out"].kind, found["out"].data) == ("link", b"/etc/passwd")
+    assert (found["away"].kind, found["away"].data) == ("link", b"/etc")
+
+
+def test_too_many_files_and_missing_folders_are_refused(tmp_path, monkeypatch):
+    with pytest.raises(UserError, match="no such directory"):
+        read_files(tmp_path / "none")
+    monkeypatch.setattr("headrace.chat._MAX_FILES", 2)
+    for name in "abc":
+        (tmp_path / name).write_text(name)
+    with pytest.raises(UserError, match="more than 2 files"):
+        read_files(tmp_path)
+    monkeypatch.setattr("headrace.chat._MAX_FILE_BYTES", 2)
+    with pytest.raises(UserError, match="more than 16 MiB"):
+        read_files(tmp_path)
