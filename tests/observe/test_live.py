@@ -130,6 +130,31 @@ def test_unlisted_stages_are_added() -> None:
     assert frame.index("tokenizer") < frame.index("sft")
 
 
+def test_a_resumed_run_marks_what_was_finished_before() -> None:
+    view, console = _view(80, Clock(), enabled=True)
+    view.stage_started("rl", "agentic_rl", 200.0)
+    view.stage_started("evaluate rl", "evaluation", 300, "instances")
+    console.print(view.render())
+    lines = console.export_text().splitlines()
+    assert "✓ sft" in lines[1]
+    assert "finished earlier" in lines[1]
+    assert "✓ rl" in lines[2]
+    assert "▸ evaluate rl" in lines[3]
+    view.stage_finished()
+    console.print(view.render())
+    assert "evaluate rl" not in console.export_text(), "its result is listed instead"
+
+
+def test_an_rl_row_without_rewards_adds_nothing_to_the_reward_curve() -> None:
+    view, console = _view(80, Clock(), enabled=True)
+    view.stage_started("rl", "agentic_rl", 200.0)
+    view.metrics("rl", 1, {"loss": -7.5})
+    view.metrics("rl", 2, {"loss": -7.5, "reward_mean": 0.25})
+    view.metrics("rl", 3, {"loss": -7.5})
+    console.print(view.render())
+    assert "now 0.25" in console.export_text()
+
+
 def test_live_draws_and_leaves_the_last_frame() -> None:
     clock = Clock()
     out = io.StringIO()

@@ -143,6 +143,7 @@ def test_a_single_evaluation_is_no_change(finished_run: Path) -> None:
 def test_a_greedy_measurement_does_not_displace_the_sampled_one(finished_run: Path) -> None:
     summary = json.loads((finished_run / "summary.json").read_text())
     greedy = dict(summary["evaluations"][2], temperature=0, success=1.0)
+    greedy["after"] = "rl greedy"
     greedy["instances"] = dict.fromkeys(greedy["instances"], 1)
     summary["evaluations"].append(greedy)
     (finished_run / "summary.json").write_text(json.dumps(summary))

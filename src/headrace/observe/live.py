@@ -35,6 +35,7 @@ class _Stage:
         self.fraction = 0.0
         self.started: float | None = None
         self.wall_s: float | None = None
+        self.earlier = False
         self.step = 0
         self.latest: dict[str, float] = {}
         self.curve: list[float] = []
@@ -114,10 +115,14 @@ class LiveView:
         with self._lock:
             self._finish_current()
             stage = next((s for s in self._stages if s.name == name), None)
+            begun = [i for i, s in enumerate(self._stages) if s.started is not None or s.earlier]
             if stage is None:
                 stage = _Stage(name)
-                done = sum(s.started is not None for s in self._stages)
-                self._stages.insert(done, stage)
+                self._stages.insert(begun[-1] + 1 if begun else 0, stage)
+            else:
+                # On a resume, stages that are passed over were finished by an earlier process.
+                for passed in self._stages[: self._stages.index(stage)]:
+                    passed.earlier = passed.earlier or passed.started is None
             stage.kind, stage.total, stage.unit = kind, total, unit
             stage.started, stage.wall_s, stage.fraction = self._clock(), None, 0.0
             self._current = stage
@@ -145,7 +150,7 @@ class LiveView:
                 return
             target.step = step
             target.latest.update(metrics)
-            value = metrics.get("reward_mean", metrics.get("loss"))
+            value = metrics.get("reward_mean" if target.kind == "agentic_rl" else "loss")
             if value is not None:
                 target.curve.append(value)
                 if len(target.curve) > _HISTORY:
@@ -209,7 +214,8 @@ class LiveView:
 
     def _run_left(self) -> float | None:
         """Seconds until the last stage ends, or None when a stage's length is unknown."""
-        left = [self._stage_left(s) for s in self._stages if s.wall_s is None]
+        ahead = [s for s in self._stages if s.wall_s is None and not s.earlier]
+        left = [self._stage_left(s) for s in ahead]
         known = [x for x in left if x is not None]
         return sum(known) if known and len(known) == len(left) else None
 
@@ -257,10 +263,14 @@ class LiveView:
         table.add_column(ratio=1)
         table.add_column(justify="right", no_wrap=True)
         for stage in self._stages:
+            if stage.kind == "evaluation" and stage.wall_s is not None:
+                continue  # its result has a line of its own
             table.add_row(*self._stage_row(stage))
         return table
 
     def _stage_row(self, stage: _Stage) -> list[Text]:
+        if stage.earlier:
+            return [Text("✓", "green"), Text(stage.name), Text(), Text("finished earlier", "dim")]
         if stage.started is None:
             budget = self._budgets.get(stage.name)
             words = "" if budget is None else f"up to {duration(budget)}"
@@ -307,7 +317,7 @@ def _evaluation_line(record: Mapping[str, Any]) -> Text:
 
 def _chart(stage: _Stage, width: int) -> Table:
     """The stage's curve with its scale on the left."""
-    rewards = "reward_mean" in stage.latest
+    rewards = stage.kind == "agentic_rl"
     values = stage.curve
     low, high = (0.0, 1.0) if rewards else (min(values), max(values))
     if not rewards:
@@ -331,7 +341,7 @@ def _chart(stage: _Stage, width: int) -> Table:
 def _numbers(stage: _Stage, width: int) -> RenderableType:
     """Throughput, utilisation, queue and staleness of an RL stage, or an SFT stage's rates."""
     m = stage.latest
-    if "reward_mean" not in m:
+    if stage.kind != "agentic_rl":
         return Text(" · ".join(_plain_numbers(stage)))
     table = Table.grid(padding=(0, 1))
     bar_width = 20 if width < 100 else 32
@@ -339,6 +349,8 @@ def _numbers(stage: _Stage, width: int) -> RenderableType:
         ("engine", "engine_busy", "gen_tokens_per_s"),
         ("trainer", "trainer_busy", "train_tokens_per_s"),
     ):
+        if busy not in m:
+            continue
         share = m.get(busy)
         drawn = Text(bar(share or 0.0, bar_width), style="cyan on grey19")
         words = f"{percent(share, 0):>4} busy · {short(m.get(rate))} tokens/s"

@@ -18,6 +18,7 @@ from headrace.observe.metrics import MetricRow, read_metrics
 from headrace.observe.statistics import PairedDifference, paired_difference
 from headrace.observe.summary import FILE_NAME as SUMMARY_FILE
 from headrace.observe.summary import read_summary
+from headrace.observe.units import stage_of
 from headrace.rollout.reading import FILE_NAME as LEDGER_FILE
 from headrace.rollout.reading import LedgerReader
 from headrace.rollout.records import SessionSummary
@@ -123,7 +124,7 @@ class Run:
         found: dict[str, Mapping[str, Any]] = {}
         for record in self.evaluations:
             # The recipe's own temperature is measured first; a greedy record never replaces it.
-            found.setdefault(str(record.get("after")), record)
+            found.setdefault(stage_of(record), record)
         result: list[Comparison] = []
         stages = [s for s in self.stages() if s["name"] in found]
         for stage in stages:

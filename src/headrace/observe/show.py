@@ -151,7 +151,8 @@ def _print_head(run: Run, console: Console) -> None:
     if run.summary.get("wall_s") is not None:
         facts.append(f"wall clock {duration(float(run.summary['wall_s']))}")
     if run.summary.get("ended"):
-        facts.append(f"ended {run.summary['ended']}")
+        word = "as of" if run.status == "running" else "ended"
+        facts.append(f"{word} {run.summary['ended']}")
     elif run.rows:
         facts.append(f"last metrics {moment(run.rows[-1].time)}")
     console.print(title)
@@ -165,7 +166,7 @@ def _print_stages(run: Run, console: Console) -> None:
         latest = rows[-1].metrics if rows else {}
         names = (
             ("reward_mean", "success_rate", "lag_mean", "trainer_busy", "engine_busy")
-            if "reward_mean" in latest
+            if stage.get("kind") == "agentic_rl"
             else ("loss", "tokens_per_s")
         )
         words = ", ".join(f"{n} {short(latest[n])}" for n in names if n in latest)

@@ -61,10 +61,15 @@ def interval(low: float, high: float) -> str:
     return f"{100 * low:.1f}–{100 * high:.1f}%"
 
 
+def stage_of(evaluation: Mapping[str, Any]) -> str:
+    """The stage whose result was measured, "start" before the first: "rl" also for "rl greedy"."""
+    return str(evaluation.get("after", "?")).removesuffix(" greedy")
+
+
 def label_of(evaluation: Mapping[str, Any]) -> str:
     """What an evaluation measured, in words: "before training" or "after rl", greedy marked."""
-    after = str(evaluation.get("after", "?"))
-    words = "before training" if after == "start" else f"after {after}"
+    stage = stage_of(evaluation)
+    words = "before training" if stage == "start" else f"after {stage}"
     return f"{words}, greedy" if evaluation.get("temperature") == 0 else words
 
 

@@ -66,7 +66,8 @@ def render_report(run: Run) -> str:
 def _header(run: Run) -> str:
     facts = [f"<b class='status {_tone(run.status)}'>{escape(run.status)}</b>"]
     if run.summary.get("ended"):
-        facts.append(f"ended {escape(str(run.summary['ended']))}")
+        word = "as of" if run.status == "running" else "ended"
+        facts.append(f"{word} {escape(str(run.summary['ended']))}")
     if run.summary.get("wall_s") is not None:
         facts.append(f"{duration(float(run.summary['wall_s']))} wall clock")
     seed = run.summary.get("seed", run.recipe.get("seed"))

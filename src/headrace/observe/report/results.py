@@ -8,7 +8,7 @@ from headrace.observe.charts import Band, Dot, Line, line_chart, rate_bar
 from headrace.observe.report.markup import Cell, number, section, table, text
 from headrace.observe.runs import Comparison, Run
 from headrace.observe.statistics import wilson
-from headrace.observe.units import duration, interval, label_of, percent, points
+from headrace.observe.units import duration, interval, label_of, percent, points, stage_of
 
 
 def headline_section(run: Run) -> str:
@@ -100,14 +100,14 @@ def _timeline(run: Run) -> str:
             lines.append(Line(f"success of finished rollouts{suffix}", success, 1))
     dots = [
         Dot(
-            ends[str(e.get("after"))] / 60,
+            ends[stage_of(e)] / 60,
             e["success"],
             e.get("low", e["success"]),
             e.get("high", e["success"]),
             f"{label_of(e)}: {percent(e['success'])}",
         )
         for e in run.evaluations
-        if str(e.get("after")) in ends and e.get("success") is not None
+        if stage_of(e) in ends and e.get("temperature") != 0 and e.get("success") is not None
     ]
     if not lines and len(dots) < 2:
         return ""

@@ -7,7 +7,7 @@ from headrace.observe.charts import Line, Share, bar_chart, line_chart, share_ba
 from headrace.observe.metrics import MetricRow
 from headrace.observe.report.markup import Cell, number, section, table, text
 from headrace.observe.runs import Run
-from headrace.observe.units import count, duration, label_of, percent, short
+from headrace.observe.units import count, duration, label_of, percent, short, stage_of
 
 
 def pretraining_section(run: Run) -> str:
@@ -54,7 +54,7 @@ def time_section(run: Run) -> str:
 
     def add_evaluations(after: str) -> None:
         for e in run.evaluations:
-            if e.get("after") == after and e.get("wall_s"):
+            if stage_of(e) == after and e.get("wall_s"):
                 name = f"evaluation {label_of(e)}"
                 parts.append(Share("evaluation", name, float(e["wall_s"]), 5))
 
@@ -138,11 +138,12 @@ def _learning_charts(rows: Sequence[MetricRow]) -> list[str]:
         ),
         _curves(
             rows,
-            {"ratio_mean": "mean", "ratio_p99": "99th percentile"},
+            {"ratio_mean": "mean", "ratio_p99": "99th percentile", "ratio_p01": "1st percentile"},
             "Importance ratio, new over rollout policy",
             "ratio",
             zero=False,
         ),
+        _curves(rows, {"kl_rollout": "KL"}, "KL of rollout to new policy, estimated", "nats"),
         _curves(rows, {"grad_norm": "norm"}, "Gradient norm before clipping", "norm"),
         _curves(rows, {"turns_mean": "turns"}, "Turns per rollout", "turns"),
     ]
@@ -158,7 +159,10 @@ def _mismatch_chart(rows: Sequence[MetricRow]) -> str:
         lines.append(Line(label, [(x, math.log10(y)) for x, y in values], i))
     logs = [y for line in lines for _, y in line.points]
     if not logs:
-        return ""
+        # All zero (bit-equal kernels), or not measured at all.
+        return _curves(
+            rows, {"mismatch_max_abs": "largest"}, "Train/rollout log-probability mismatch", "nats"
+        )
     low, high = math.floor(min(logs)), math.ceil(max(logs))
     return line_chart(
         lines,
