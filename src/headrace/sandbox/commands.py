@@ -63,8 +63,8 @@ class Command:
         actions = [
             (os.POSIX_SPAWN_DUP2, devnull, 0),
             (os.POSIX_SPAWN_DUP2, output_end, 1),
-            (os.POSIX_SPAWN_DUP2, status_end if launcher.errors_apart else output_end, 2),
-            (os.POSIX_SPAWN_DUP2, status_end, STATUS_FD),
+            (os.POSIX_SPAWN_DUP2, output_end, 2),
+            (os.POSIX_SPAWN_DUP2, status_end, 2 if launcher.errors_apart else STATUS_FD),
         ]
         try:
             arguments = launcher.arguments(request.command, folder)
@@ -160,11 +160,17 @@ class Command:
         self.orphan_fd = -1
         self._finish()
 
+    def release(self) -> None:
+        """Close the output pipe. Only once `finished` and no longer watched."""
+        os.close(self.output_fd)
+
     def reply(self) -> Ran | Failed:
         """What to tell the provider. Only once `finished`."""
         status = self._exit_status or 0
         code = os.waitstatus_to_exitcode(status)
         code = 128 - code if code < 0 else code
+        if self._killed:
+            code = 128 + signal.SIGKILL  # Launchers tell of a killed child in different ways.
         if not self._killed and not self._launcher.started(self._status):
             said = self._status if self._launcher.errors_apart else bytes(self._kept)
             text = said.decode("utf-8", "replace").strip() or f"ended with code {code}"
@@ -198,7 +204,6 @@ class Command:
             kill_strays(self.pid, self._folder)
         # Nothing can write any more, so what the pipe holds is all there is.
         self._account(_read_all(self.output_fd))
-        os.close(self.output_fd)
         self._wall_s = time.monotonic() - self.started_at
         self.finished = True
 

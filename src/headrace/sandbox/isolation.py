@@ -1,14 +1,15 @@
 """How a sandbox server locks itself in before it serves anyone.
 
-The server gives up root, moves into its own user, mount, IPC and network namespaces and exchanges
-the root of its file tree for a small one in memory: `/base` is what commands will see as `/`
-(read-only system directories, a few device nodes, a made-up /etc), `/boxes` holds one size-limited
-tmpfs per sandbox. The host's other files are out of reach from then on, also for the server, and
-the kernel removes everything when the server ends, however it ends.
+The server gives up root, moves into its own user, pid, mount, IPC and network namespaces and
+exchanges the root of its file tree for a small one in memory: `/base` is what commands will see as
+`/` (read-only system directories, a few device nodes, a made-up /etc), `/boxes` holds one
+size-limited tmpfs per sandbox. The host's other files and processes are out of reach from then on,
+also for the server, and the kernel removes everything when the server ends, however it ends.
 """
 
 import math
 import os
+import select
 import shutil
 import stat
 
@@ -22,10 +23,11 @@ BOXES = "/boxes"
 ROOT = "root"
 """Folder of a sandbox that is its ready-made file tree, for launchers that want one."""
 LIMITS_FILE = "/etc/limits.sh"
-"""Read by bash before each command (BASH_ENV): limits are set by a builtin, which starts nothing."""
+"""Read by bash before each command (BASH_ENV): a builtin sets limits, which costs no process."""
 OPEN_FILES = 256
 """Open files per process. Not one of Limits: no honest command comes near it."""
 
+_PARENT_CHECK_MS = 1000
 _UNPRIVILEGED_UID = 65534
 _TOP_LEVEL = ("bin", "sbin", "lib", "lib32", "lib64", "libx32")
 _ETC_FROM_HOST = ("alternatives", "ld.so.cache", "localtime")
@@ -42,6 +44,14 @@ _DEV_LINKS = {
     "stdout": "/proc/self/fd/1",
     "stderr": "/proc/self/fd/2",
     "shm": "/tmp",
+}
+_SWITCHES = {
+    "user/max_user_namespaces": ("0", "user.max_user_namespaces=10000"),
+    "kernel/unprivileged_userns_clone": ("0", "kernel.unprivileged_userns_clone=1"),
+    "kernel/apparmor_restrict_unprivileged_userns": (
+        "1",
+        "kernel.apparmor_restrict_unprivileged_userns=0",
+    ),
 }
 _READ_ONLY = kernel.MOUNT_ATTR_RDONLY | kernel.MOUNT_ATTR_NOSUID | kernel.MOUNT_ATTR_NODEV
 
@@ -85,9 +95,19 @@ def drop_root() -> bool:
         os.setresgid(_UNPRIVILEGED_UID, _UNPRIVILEGED_UID, _UNPRIVILEGED_UID)
         os.setresuid(_UNPRIVILEGED_UID, _UNPRIVILEGED_UID, _UNPRIVILEGED_UID)
     except OSError:
-        return False
+        return _root_is_mapped()
     kernel.set_dumpable()
     return True
+
+
+def _root_is_mapped() -> bool:
+    """Whether root here is an ordinary user outside, as in a rootless container."""
+    try:
+        with open("/proc/self/uid_map") as file:
+            inside, outside, _ = file.readline().split()
+    except (OSError, ValueError):
+        return False
+    return inside == "0" and outside != "0"
 
 
 def require_kernel(release: str) -> None:
@@ -105,8 +125,15 @@ def require_kernel(release: str) -> None:
         raise IsolationError(f"Linux {release} is too old; 5.14 or newer is needed")
 
 
-def lock_in(limits: Limits) -> None:
+def lock_in(limits: Limits, parent_pid: int) -> None:
     """Leave the host: new namespaces, new root. Everything needed must be imported before.
+
+    Returns in a child, which is the first process of the new pid namespace: when it ends, the
+    kernel kills all others there. The calling process stays behind as its keeper and never returns.
+
+    Args:
+        limits: written where commands will read them.
+        parent_pid: the process whose end ends everything.
 
     Raises:
         IsolationError: the kernel or the container around refuses a step.
@@ -117,7 +144,11 @@ def lock_in(limits: Limits) -> None:
     uid, gid = os.getuid(), os.getgid()
     try:
         kernel.unshare(
-            kernel.CLONE_NEWUSER | kernel.CLONE_NEWNS | kernel.CLONE_NEWIPC | kernel.CLONE_NEWNET
+            kernel.CLONE_NEWUSER
+            | kernel.CLONE_NEWNS
+            | kernel.CLONE_NEWPID
+            | kernel.CLONE_NEWIPC
+            | kernel.CLONE_NEWNET
         )
     except OSError as error:
         raise IsolationError(f"{error.strerror}; {user_namespace_remedy()}") from error
@@ -125,6 +156,7 @@ def lock_in(limits: Limits) -> None:
         _write("/proc/self/setgroups", "deny")
         _write("/proc/self/uid_map", f"{SANDBOX_UID} {uid} 1")
         _write("/proc/self/gid_map", f"{SANDBOX_UID} {gid} 1")
+        _move_into_pid_namespace(parent_pid)
         _build_root(limits)
     except OSError as error:
         raise IsolationError(
@@ -134,24 +166,40 @@ def lock_in(limits: Limits) -> None:
     kernel.filter_system_calls()
 
 
-def user_namespace_remedy() -> str:
+def _move_into_pid_namespace(parent_pid: int) -> None:
+    """Fork; go on in the child. The keeper waits for it, or kills it when `parent_pid` is gone."""
+    told_end, tell_end = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(tell_end)
+        kernel.die_with_parent()
+        # The keeper speaks after this point of no return: if it died before, reading tells.
+        alive = os.read(told_end, 1)
+        os.close(told_end)
+        if not alive:
+            os._exit(1)
+        return
+    try:
+        os.write(tell_end, b"x")
+        # What is open belongs to the child now; the socket above all, whose end must be seen.
+        os.closerange(3, os.sysconf("SC_OPEN_MAX"))
+        poller = select.poll()
+        poller.register(os.pidfd_open(child), select.POLLIN)
+        # A process that the provider forked may hold the socket open after the provider's death.
+        while not poller.poll(_PARENT_CHECK_MS):
+            if os.getppid() != parent_pid:
+                break
+    finally:
+        os._exit(0)  # Takes the child along, see die_with_parent.
+
+
+def user_namespace_remedy(proc: str = "/proc") -> str:
     """What a person can do when user namespaces are refused, judged by this machine's switches."""
-    switches = {
-        "/proc/sys/user/max_user_namespaces": ("0", "sysctl -w user.max_user_namespaces=10000"),
-        "/proc/sys/kernel/unprivileged_userns_clone": (
-            "0",
-            "sysctl -w kernel.unprivileged_userns_clone=1",
-        ),
-        "/proc/sys/kernel/apparmor_restrict_unprivileged_userns": (
-            "1",
-            "sysctl -w kernel.apparmor_restrict_unprivileged_userns=0",
-        ),
-    }
-    for path, (bad, remedy) in switches.items():
+    for switch, (bad, remedy) in _SWITCHES.items():
         try:
-            with open(path) as file:
+            with open(f"{proc}/sys/{switch}") as file:
                 if file.read().strip() == bad:
-                    return f"run: {remedy}"
+                    return f"run: sysctl -w {remedy}"
         except OSError:
             continue
     return (
@@ -177,14 +225,20 @@ def _build_root(limits: Limits) -> None:
     """Make the small root under /tmp, then exchange roots."""
     root = "/tmp"
     kernel.mount("none", "/", None, kernel.MS_REC | kernel.MS_PRIVATE)
-    # /proc and the devices stay reachable at their host paths while /tmp becomes the new root.
+    # The host's folders stay reachable at their paths while /tmp becomes the new root.
     kernel.mount("headrace", root, "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, "size=16m,mode=755")
     base = root + BASE
     for path in (base, root + BOXES, root + "/tmp", root + "/old"):
         os.mkdir(path)
     # The base is a mount of its own, so that it can become read-only while /boxes does not.
     kernel.mount(base, base, None, kernel.MS_BIND)
-    _bind("/proc", root + "/proc")
+    os.mkdir(root + "/proc")
+    kernel.mount(
+        "proc",
+        root + "/proc",
+        "proc",
+        kernel.MS_NOSUID | kernel.MS_NODEV | kernel.MS_NOEXEC,
+    )
     _bind("/usr", base + "/usr")
     kernel.set_mount_attributes(base + "/usr", _READ_ONLY, recursive=True)
     os.symlink("base/usr", root + "/usr")

@@ -7,15 +7,18 @@ Only the server imports this module.
 import ctypes
 import os
 import platform
+import signal
 import struct
 
 CLONE_NEWNS = 0x00020000
 CLONE_NEWIPC = 0x08000000
 CLONE_NEWUSER = 0x10000000
+CLONE_NEWPID = 0x20000000
 CLONE_NEWNET = 0x40000000
 
 MS_NOSUID = 2
 MS_NODEV = 4
+MS_NOEXEC = 8
 MS_BIND = 4096
 MS_REC = 16384
 MS_PRIVATE = 1 << 18
@@ -27,6 +30,7 @@ MOUNT_ATTR_NODEV = 4
 
 _AT_FDCWD = -100
 _AT_RECURSIVE = 0x8000
+_PR_SET_PDEATHSIG = 1
 _PR_SET_DUMPABLE = 4
 _PR_SET_SECCOMP = 22
 _PR_SET_CHILD_SUBREAPER = 36
@@ -128,6 +132,11 @@ def _prctl(option: int, value: int, pointer: ctypes.c_void_p | None = None) -> N
 def set_dumpable() -> None:
     """Let this process own its /proc files again after a change of user. Raises OSError."""
     _prctl(_PR_SET_DUMPABLE, 1)
+
+
+def die_with_parent() -> None:
+    """Be killed when the parent ends. A later change of user undoes it. Raises OSError."""
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def adopt_orphans() -> None:

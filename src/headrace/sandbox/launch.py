@@ -13,7 +13,7 @@ from typing import Protocol
 from headrace.sandbox.isolation import BASE, LIMITS_FILE, ROOT, SANDBOX_UID, IsolationError
 
 STATUS_FD = 3
-"""Descriptor of the status pipe in a launched program."""
+"""Descriptor of the status pipe in a launched program that has it apart from its errors."""
 BASH = "bash"
 _ENVIRONMENT = {
     "PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
@@ -34,7 +34,7 @@ class Launcher(Protocol):
     own_root: bool
     """Whether a sandbox needs a ready-made file tree of its own to change root to."""
     errors_apart: bool
-    """Whether the program's own error messages go to the status pipe, not among the output."""
+    """Whether the status pipe is the program's stderr, so that its errors are no output."""
 
     def arguments(self, command: bytes, folder: str) -> list[str | bytes]:
         """The program and its arguments that run `command` in the sandbox at `folder`."""

@@ -218,7 +218,10 @@ class ServerSandbox:
         Raises:
             SandboxError: the isolation layer failed or the sandbox is closed.
         """
-        text = command.encode("utf-8", "surrogateescape")
+        try:
+            text = command.encode("utf-8", "surrogateescape")
+        except UnicodeEncodeError:  # A lone surrogate, which JSON can smuggle in.
+            text = command.encode("utf-8", "replace")
         refusal = _refusal(text)
         if refusal is not None:
             return CommandResult(_REFUSED, refusal, False, EndReason.EXITED, 0.0)

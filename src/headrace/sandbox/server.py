@@ -59,6 +59,9 @@ class Server:
         self._running: dict[int, Command] = {}
         self._waiting: collections.OrderedDict[int, tuple[Run, float]] = collections.OrderedDict()
         self._handlers: dict[int, Callable[[], None]] = {}
+        # Numbers given up while one batch of events is handled: later events of that batch that
+        # carry them belong to what was closed, not to what may have the number now.
+        self._unwatched: set[int] = set()
         self._epoll = select.epoll()
         self._epoll.register(channel, select.EPOLLIN)
         self._devnull = os.open("/dev/null", os.O_RDONLY | os.O_CLOEXEC)
@@ -72,7 +75,7 @@ class Server:
         """
         kernel.adopt_orphans()
         if self._launcher.isolated:
-            isolation.lock_in(self._config.limits)
+            isolation.lock_in(self._config.limits, self._config.parent_pid)
         else:
             isolation.drop_root()
         os.umask(0o022)
@@ -86,18 +89,18 @@ class Server:
             for fd, events in self._epoll.poll(self._wait_s(next_parent_check)):
                 if fd == channel:
                     self._serve_channel(events)
-                elif handler := self._handlers.get(fd):
-                    handler()
+                elif fd not in self._unwatched:
+                    self._handlers[fd]()
+            self._unwatched.clear()
             now = time.monotonic()
             if now >= next_parent_check:
                 next_parent_check = now + _PARENT_CHECK_S
-                # A process that the provider forked may hold the socket open after its death.
-                self._open = self._open and os.getppid() == self._config.parent_pid
+                self._open = self._open and self._parent_lives()
             self._check_commands(now)
-        for box in self._boxes.values():
-            for command in box.running.values():
-                command.end(EndReason.TIME)
-                command.check(time.monotonic())
+
+    def _parent_lives(self) -> bool:
+        """Without isolation there is no keeper to see to it; see isolation.lock_in."""
+        return self._launcher.isolated or os.getppid() == self._config.parent_pid
 
     def _wait_s(self, next_parent_check: float) -> float:
         due = min((c.next_check for c in self._running.values()), default=next_parent_check)
@@ -268,11 +271,14 @@ class Server:
     def _unwatch(self, fd: int) -> None:
         if self._handlers.pop(fd, None) is not None:
             self._epoll.unregister(fd)
+            self._unwatched.add(fd)
 
     def _settle(self, command: Command) -> None:
         """If `command` is over: answer, and go on with what waited for it."""
         if not command.finished:
             return
+        self._unwatch(command.output_fd)
+        command.release()
         del self._running[command.id]
         box = self._boxes[command.sandbox]
         del box.running[command.id]
@@ -321,6 +327,7 @@ def main() -> None:
     try:
         server.serve()
     finally:
+        # In a pid namespace the kernel would do it.
         for pid in family(os.getpid())[1:]:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)

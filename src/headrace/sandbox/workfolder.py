@@ -4,6 +4,7 @@ Everything goes through directory descriptors and never follows a link, so a lin
 command leads nowhere. Depth, number and bytes of what is read are bounded.
 """
 
+import contextlib
 import os
 import stat
 from collections.abc import Mapping
@@ -62,10 +63,8 @@ def write_tree(root: str, files: Mapping[bytes, FileEntry]) -> None:
 
 def _enter(folder: int, part: bytes) -> int:
     """Descriptor of a sub-folder, made if missing; `folder` is closed in its favour."""
-    try:
+    with contextlib.suppress(FileExistsError):
         os.mkdir(part, 0o755, dir_fd=folder)
-    except FileExistsError:
-        pass
     inner = os.open(part, _FOLDER, dir_fd=folder)
     os.close(folder)
     return inner
