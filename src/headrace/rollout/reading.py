@@ -375,9 +375,16 @@ class LedgerReader:
 
 
 def ledger_file(path: Path) -> Path:
-    """The ledger of a run directory; a path to a file stays as it is."""
+    """The ledger of a run directory; a path to a file stays as it is.
+
+    Raises:
+        UserError: the path may not be looked at.
+    """
     path = Path(path)
-    return path / FILE_NAME if path.is_dir() else path
+    try:
+        return path / FILE_NAME if path.is_dir() else path
+    except PermissionError as error:
+        raise UserError(f"{path} may not be read; check the permissions") from error
 
 
 def _summary(row: tuple[Any, ...]) -> SessionSummary:

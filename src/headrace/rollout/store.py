@@ -121,7 +121,8 @@ class Store:
                 store._check_identity()
                 problems = store.execute("PRAGMA quick_check(1)")
                 if problems != [("ok",)]:
-                    raise UserError(f"ledger {path} is damaged ({problems[0][0]!s:.200}); {_MEND}")
+                    first = " ".join(str(problems[0][0]).split())
+                    raise UserError(f"ledger {path} is damaged ({first:.200}); {_MEND}")
             else:  # killed between making the file and making its tables
                 store._make_schema()
         return store
@@ -296,6 +297,7 @@ def _hold_lock(path: Path) -> sqlite3.Connection:
     with _explained(path):
         lock = sqlite3.connect(lock_path, isolation_level=None, timeout=0.0)
         try:
+            lock.execute("PRAGMA journal_mode = OFF")  # nothing is ever written to it
             lock.execute("BEGIN EXCLUSIVE")
         except sqlite3.OperationalError as error:
             lock.close()
