@@ -192,7 +192,8 @@ def test_conversations_are_total_and_say_what_went_wrong() -> None:
         ],
     }
     first = _call(0, bad, ParseState.MALFORMED, [{"role": "user", "content": "go"}])
-    second = _call(1, odd, ParseState.TRUNCATED, [*first.messages, bad])
+    bell = {"role": "tool", "content": "a\x07b\x00\ud800\tc\x9b31m"}
+    second = _call(1, odd, ParseState.TRUNCATED, [*first.messages, bad, bell])
     session = Session(
         id="s",
         stage="rl",
@@ -203,10 +204,11 @@ def test_conversations_are_total_and_say_what_went_wrong() -> None:
         calls=(first, second),
     )
     turns = conversation(session)
-    assert [t.role for t in turns] == ["user", "assistant", "assistant"]
+    assert [t.role for t in turns] == ["user", "assistant", "tool", "assistant"]
     assert turns[1].note == "malformed tool call"
-    assert turns[2].note == "cut off (length)"
-    assert turns[2].text == 'hm\nedit(a=1, b="x")\nbash({not json)\nnonsense'
+    assert turns[2].text == "a␇b␀\\ud800\tc\ufffd31m", "nothing that a terminal would obey"
+    assert turns[3].note == "cut off (length)"
+    assert turns[3].text == 'hm\nedit(a=1, b="x")\nbash({not json)\nnonsense'
     assert conversation(Session("s", "rl", "train", "t", {}, "g")) == []
 
 

@@ -10,11 +10,12 @@ from typing import Any
 
 import msgspec
 
+from headrace.observe.units import readable
 from headrace.rollout.types import Call, ParseState, Session
 
 
 class Turn(msgspec.Struct, frozen=True):
-    """One message.
+    """One message, made `readable`.
 
     Attributes:
         role: "system", "user", "assistant" or "tool".
@@ -57,7 +58,8 @@ def _turn(message: Mapping[str, Any], calls: Mapping[str, Call]) -> Turn:
     elif made_by is not None and made_by.parse_state is ParseState.TRUNCATED:
         note = f"cut off ({made_by.finish_reason.value})"
     reasoning = _text(message.get("reasoning_content") or message.get("reasoning"))
-    return Turn(role, "\n".join(p for p in parts if p), reasoning, note)
+    text = "\n".join(p for p in parts if p)
+    return Turn(readable(role), readable(text), readable(reasoning), note)
 
 
 def _text(content: Any) -> str:

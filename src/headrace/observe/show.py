@@ -175,7 +175,7 @@ def _print_stages(run: Run, console: Console) -> None:
             Text(str(stage.get("kind", "–"))),
             duration(stage["wall_s"]),
             count(rows[-1].step) if rows else "–",
-            Text(words or "not started"),
+            Text(words or ("not started" if stage["wall_s"] is None else "no step finished")),
         )
     console.print(table)
 

@@ -83,3 +83,14 @@ def printable(text: str) -> str:
     return "".join(
         ch if ch.isprintable() else ch.encode("unicode_escape").decode("ascii") for ch in text
     )
+
+
+def readable(text: str) -> str:
+    """`text` as any page or terminal can show it: control characters as symbols, lone surrogates
+    as escapes, line ends and tabs kept. Models write such things."""
+    return text.translate(_CONTROL).encode("utf-8", "backslashreplace").decode("utf-8")
+
+
+_CONTROL = {i: 0x2400 + i for i in range(32) if chr(i) not in "\n\t"}
+_CONTROL |= {0x7F: 0x2421} | {i: 0xFFFD for i in range(0x80, 0xA0)}
+"""Control characters to their pictures (U+2400 block), C1 controls to the replacement character."""

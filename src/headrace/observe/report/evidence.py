@@ -11,7 +11,7 @@ from headrace.observe.machine import describe_machine
 from headrace.observe.report.markup import Cell, badge, details, number, section, table, text
 from headrace.observe.runs import Run
 from headrace.observe.samples import SamplePair, sample_pairs
-from headrace.observe.units import count, percent
+from headrace.observe.units import count, percent, readable
 from headrace.rollout.evaluation import STAGE as EVALUATION_STAGE
 from headrace.rollout.records import SessionSummary
 
@@ -124,7 +124,7 @@ def _attempt(run: Run, summary: SessionSummary, label: str) -> str:
     reward = "no reward" if summary.reward is None else f"reward {summary.reward:g}"
     tone = "good" if (summary.reward or 0) >= 1 else "bad" if summary.reward is not None else "open"
     outcome = "" if summary.outcome is None else summary.outcome.value.replace("_", " ")
-    why = f" · {escape(summary.reason)}" if summary.reason else ""
+    why = f" · {escape(readable(summary.reason))}" if summary.reason else ""
     title = f"<b>{escape(label)}</b> " if label else ""
     return (
         f"<div class='attempt'><p class='verdict'>{title}{badge(reward, tone)} "

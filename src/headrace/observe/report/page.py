@@ -30,7 +30,8 @@ def write_report(run_dir: Path) -> Path:
         target = run.path / FILE_NAME
     staged = target.with_name(f".{FILE_NAME}.{os.getpid()}")
     try:
-        staged.write_text(page, encoding="utf-8")
+        # A recipe may quote what is no Unicode, e.g. a file name.
+        staged.write_text(page, encoding="utf-8", errors="backslashreplace")
         staged.replace(target)
     except OSError as error:
         staged.unlink(missing_ok=True)
