@@ -2,7 +2,10 @@
 
 import asyncio
 import itertools
+import json
 from collections.abc import Callable
+
+from tokenizers import Tokenizer
 
 from headrace.engine.types import EngineError, GenerationRequest, GenerationResult
 from headrace.rollout.types import FinishReason, Span
@@ -35,6 +38,19 @@ def byte_tokenizer() -> TextTokenizer:
 def merged_tokenizer() -> TextTokenizer:
     """A real BPE, in which many id sequences spell the same text."""
     return train_tokenizer(CORPUS, 360)
+
+
+def chatml_tokenizer() -> TextTokenizer:
+    """The same BPE with ChatML's two tokens and the plain ChatML template instead of GLM's."""
+    spec = json.loads(merged_tokenizer()._tokenizer.to_str())
+    spec["added_tokens"] = []
+    tokenizer = Tokenizer.from_str(json.dumps(spec))
+    tokenizer.add_special_tokens(["<|im_start|>", "<|im_end|>"])
+    template = (
+        "{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}"
+        "{% endfor %}{{ '<|im_start|>assistant\\n' }}"
+    )
+    return TextTokenizer(tokenizer, name_or_path="chatml", config={"chat_template": template})
 
 
 class ScriptedEngine:

@@ -14,13 +14,21 @@ from itertools import pairwise
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scripted import BASH, ScriptedEngine, byte_tokenizer, merged_tokenizer, spans
+from scripted import (
+    BASH,
+    ScriptedEngine,
+    byte_tokenizer,
+    chatml_tokenizer,
+    merged_tokenizer,
+    spans,
+)
 
 from headrace.engine.types import GenerationRequest, GenerationResult
 from headrace.gateway.protocol import ApiError
 from headrace.gateway.sessions import Gateway
 from headrace.rollout.segments import accounting, segments
 from headrace.rollout.types import Call, FinishReason, Outcome, Session
+from headrace.tokens.chatml import TemplateRenderer
 from headrace.tokens.compact import CompactRenderer
 from headrace.tokens.library import LibraryRenderer
 from headrace.tokens.renderer import ChatRenderer
@@ -28,6 +36,7 @@ from headrace.tokens.renderer import ChatRenderer
 RENDERERS: dict[str, ChatRenderer] = {
     "compact over bytes": CompactRenderer(byte_tokenizer()),
     "compact over BPE": CompactRenderer(merged_tokenizer()),
+    "chatml over BPE": TemplateRenderer(chatml_tokenizer()),
     "glm-5 over BPE": LibraryRenderer("glm-5", merged_tokenizer(), {"enable_thinking": False}),
 }
 TEXTS = ["how many lines?", "12", "", "<|user|> 7 <tool_call>", "naïve ⏎\n\n", "a.txt b.txt"]
@@ -36,6 +45,7 @@ CALLS = [
     "I look.<tool_call>bash</tool_call><tool_call>bash</tool_call>",
     "<tool_call>bash<arg_key>command</tool_call>",
     "<tool_call></tool_call>",
+    '<tool_call>{"name": "bash", "arguments": {"command": "ls"}}</tool_call>',
     "</arg_value>12",
     "12",
     "",

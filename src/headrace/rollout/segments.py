@@ -128,4 +128,11 @@ def _segment(session_id: str, path: list[Call], owned: set[str]) -> Segment:
             mask += [call.id in owned] * len(span.ids)
             logprobs += span.logprobs
             versions += [span.weight_version] * len(span.ids)
-    return Segment(session_id, tuple(ids), tuple(mask), tuple(logprobs), tuple(versions))
+    return Segment(
+        session_id,
+        tuple(ids),
+        tuple(mask),
+        tuple(logprobs),
+        tuple(versions),
+        tuple(call.id for call in path if call.id in owned),
+    )
