@@ -66,6 +66,7 @@ class EngineError(Exception):
     TOO_LONG = "context_length_exceeded"
     OVERLOADED = "overloaded"
     CLOSED = "engine_closed"
+    FAILED = "generation_failed"
 
     def __init__(self, code: str, message: str) -> None:
         super().__init__(message)

@@ -1,0 +1,399 @@
+"""Engines as the rest of the system holds them: asyncio clients of an `EngineWorker`.
+
+`ProcessEngine` runs the worker in its own process, restarts it when it dies and resubmits what was
+in flight from its untouched prompt, so a killed engine costs time and never a request.
+`LocalEngine` runs the same worker in a thread of this process, for tests and small tools.
+"""
+
+import asyncio
+import contextlib
+import queue
+import threading
+import time
+from typing import Any
+
+import msgspec
+
+from headrace.cluster.types import (
+    Cluster,
+    Request,
+    WorkerDied,
+    WorkerFailure,
+    WorkerHandle,
+    WorkerSpec,
+)
+from headrace.engine.core import EngineConfig, EngineCore
+from headrace.engine.types import EngineError, GenerationRequest, GenerationResult
+from headrace.engine.worker import USER_ERROR, EngineWorker
+from headrace.errors import UserError
+from headrace.rollout.types import FinishReason
+
+_ANSWER_GRACE_S = 60.0
+"""An engine that answers this much after a request's deadline is hung, not slow."""
+
+
+def _refusal(failure: WorkerFailure) -> Exception:
+    if failure.code == USER_ERROR:
+        return UserError(failure.message)
+    return EngineError(failure.code, failure.message)
+
+
+class _Client:
+    """What both engines share: one call at a time is mapped to one worker request."""
+
+    def __init__(self, *, version: int, max_context: int) -> None:
+        self._version = version
+        self._max_context = max_context
+        self._loading = asyncio.Lock()
+
+    @property
+    def weight_version(self) -> int:
+        """See `EngineClient.weight_version`."""
+        return self._version
+
+    @property
+    def max_context(self) -> int:
+        """See `EngineClient.max_context`."""
+        return self._max_context
+
+    async def _call(self, method: str, payload: dict[str, Any], timeout_s: float) -> Any:
+        raise NotImplementedError
+
+    async def stats(self) -> dict[str, Any]:
+        """`EngineStats` as a dict, plus "max_context" and "pid"."""
+        return await self._call("stats", {}, _ANSWER_GRACE_S)
+
+    async def abort(self, request_id: str) -> None:
+        """See `EngineClient.abort`."""
+        await self._call("abort", {"id": request_id}, _ANSWER_GRACE_S)
+
+
+class ProcessEngine(_Client):
+    """An engine in its own process.
+
+    Args:
+        cluster: starts the process.
+        config: sizes of the engine.
+        checkpoint: directory of the first weights.
+        version: their stamp.
+        cores: CPU cores the process owns; empty leaves it to the scheduler.
+        threads: its compute threads.
+        log_path: file for its output; None inherits this process's.
+        retries: how often one request is resubmitted before it is given up.
+        start_timeout_s: longest wait for a started process to have loaded its weights.
+    """
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        config: EngineConfig,
+        *,
+        checkpoint: str,
+        version: int = 0,
+        cores: tuple[int, ...] = (),
+        threads: int = 1,
+        log_path: str | None = None,
+        retries: int = 3,
+        start_timeout_s: float = 180.0,
+    ) -> None:
+        super().__init__(version=version, max_context=config.max_context)
+        self._cluster = cluster
+        self._config = config
+        self._checkpoint = checkpoint
+        self._cores = cores
+        self._threads = threads
+        self._log_path = log_path
+        self._retries = retries
+        self._start_timeout_s = start_timeout_s
+        self._handle: WorkerHandle | None = None
+        self._starting = asyncio.Lock()
+        self._closed = False
+        self._in_flight: set[str] = set()
+        self._aborted: set[str] = set()
+        self.restarts = 0
+        """Times the process was replaced after it died."""
+
+    @property
+    def pid(self) -> int | None:
+        """Of the present process; None before `start` and after `close`."""
+        return self._handle.pid if self._handle is not None else None
+
+    async def start(self) -> None:
+        """Start the process and wait until it has loaded its weights.
+
+        Raises:
+            UserError: the checkpoint cannot be used.
+            EngineError: CLOSED, or the process died while starting.
+        """
+        await self._living(None)
+
+    async def close(self) -> None:
+        """Stop the process. Open requests fail with CLOSED. Safe to repeat."""
+        self._closed = True
+        async with self._starting:
+            handle, self._handle = self._handle, None
+        if handle is not None:
+            await handle.stop()
+
+    async def _living(self, dead: WorkerHandle | None) -> WorkerHandle:
+        """The process to talk to; replaces `dead` if nobody has yet."""
+        async with self._starting:
+            if self._closed:
+                raise EngineError(EngineError.CLOSED, "the engine is closed")
+            if self._handle is not None and self._handle is not dead and self._handle.alive:
+                return self._handle
+            if self._handle is not None:
+                self.restarts += 1
+                await self._handle.stop(grace_s=0.0)
+                self._handle = None
+            self._handle = await self._spawn()
+            return self._handle
+
+    async def _spawn(self) -> WorkerHandle:
+        spec = WorkerSpec(
+            name=self._config.engine_id,
+            target="headrace.engine.worker:EngineWorker",
+            kwargs={
+                "checkpoint": self._checkpoint,
+                "version": self._version,
+                "config": msgspec.to_builtins(self._config),
+                "threads": self._threads,
+            },
+            cores=self._cores,
+            threads=self._threads,
+            log_path=self._log_path,
+        )
+        handle = await self._cluster.start(spec)
+        try:
+            await handle.request("stats", timeout_s=self._start_timeout_s)
+        except WorkerFailure as failure:
+            await handle.stop()
+            raise _refusal(failure) from failure
+        except (WorkerDied, TimeoutError) as error:
+            await handle.stop(grace_s=0.0)
+            raise EngineError(
+                EngineError.CLOSED, f"{spec.name} ended while loading {self._checkpoint}: {error}"
+            ) from error
+        except asyncio.CancelledError:
+            await asyncio.shield(handle.stop(grace_s=0.0))
+            raise
+        return handle
+
+    async def _call(self, method: str, payload: dict[str, Any], timeout_s: float) -> Any:
+        """One request to whichever process lives; a death in between is retried."""
+        dead: WorkerHandle | None = None
+        for _ in range(self._retries + 1):
+            dead = handle = await self._living(dead)
+            try:
+                return await handle.request(method, payload, timeout_s=timeout_s)
+            except WorkerFailure as failure:
+                raise _refusal(failure) from failure
+            except WorkerDied:
+                continue
+            except TimeoutError:
+                # Alive but silent: as good as dead, and `_living` ends it.
+                continue
+        raise EngineError(
+            EngineError.FAILED,
+            f"{method}: the engine process died {self._retries + 1} times while it was open",
+        )
+
+    async def generate(self, request: GenerationRequest) -> GenerationResult:
+        """See `EngineClient.generate`. Survives the death of the process.
+
+        Raises:
+            EngineError: refused, or FAILED after `retries` resubmissions.
+        """
+        if request.id in self._in_flight:
+            raise EngineError(EngineError.INVALID, f"id {request.id!r} is in use")
+        self._in_flight.add(request.id)
+        try:
+            return await self._generate(request)
+        except asyncio.CancelledError:
+            handle = self._handle
+            if handle is not None and handle.alive:
+                # Nobody waits for the tokens any more; a dead handle has none to stop.
+                await asyncio.shield(self._give_up(handle, request.id))
+            raise
+        finally:
+            self._in_flight.discard(request.id)
+            self._aborted.discard(request.id)
+
+    async def _generate(self, request: GenerationRequest) -> GenerationResult:
+        arrived = time.monotonic()
+        dead: WorkerHandle | None = None
+        for _ in range(self._retries + 1):
+            dead = handle = await self._living(dead)
+            elapsed = time.monotonic() - arrived
+            if request.id in self._aborted:
+                return _empty(request.id, FinishReason.ABORTED, elapsed)
+            left = request.timeout_s - elapsed
+            if left <= 0:
+                return _empty(request.id, FinishReason.DEADLINE, elapsed)
+            payload = msgspec.to_builtins(msgspec.structs.replace(request, timeout_s=left))
+            try:
+                result = await handle.request("generate", payload, timeout_s=left + _ANSWER_GRACE_S)
+            except WorkerFailure as failure:
+                raise _refusal(failure) from failure
+            except (WorkerDied, TimeoutError):
+                continue
+            generated = msgspec.convert(result, GenerationResult)
+            return msgspec.structs.replace(
+                generated,
+                queue_s=generated.queue_s + elapsed,
+                total_s=generated.total_s + elapsed,
+            )
+        raise EngineError(
+            EngineError.FAILED,
+            f"request {request.id!r}: the engine process died {self._retries + 1} times under it",
+        )
+
+    async def _give_up(self, handle: WorkerHandle, request_id: str) -> None:
+        try:
+            await handle.request("abort", {"id": request_id}, timeout_s=_ANSWER_GRACE_S)
+        except (WorkerDied, WorkerFailure, TimeoutError):
+            return
+
+    async def abort(self, request_id: str) -> None:
+        """See `EngineClient.abort`."""
+        if request_id not in self._in_flight:
+            return
+        self._aborted.add(request_id)
+        handle = self._handle
+        if handle is not None and handle.alive:
+            await self._give_up(handle, request_id)
+
+    async def load_weights(self, path: str, version: int) -> None:
+        """See `EngineClient.load_weights`. A process started from now on starts with these.
+
+        Raises:
+            UserError: the checkpoint cannot be read or does not fit; the old one stays.
+            EngineError: INVALID version, CLOSED or FAILED.
+        """
+        async with self._loading:
+            await self._call("load_weights", {"path": path, "version": version}, 600.0)
+            self._checkpoint, self._version = path, version
+
+
+def _empty(request_id: str, reason: FinishReason, elapsed_s: float) -> GenerationResult:
+    return GenerationResult(request_id, (), reason, queue_s=elapsed_s, total_s=elapsed_s)
+
+
+class _ThreadConnection:
+    """A worker connection whose caller is an event loop of the same process."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, limit: int) -> None:
+        self.closed = False
+        self._loop = loop
+        self._requests: queue.Queue[Request | None] = queue.Queue(limit)
+        self._open: dict[int, asyncio.Future[Any]] = {}
+        self._next_id = 0
+
+    # The loop's side.
+
+    def send(self, method: str, payload: dict[str, Any]) -> "asyncio.Future[Any]":
+        self._next_id += 1
+        future: asyncio.Future[Any] = self._loop.create_future()
+        try:
+            self._requests.put_nowait(Request(self._next_id, method, payload))
+        except queue.Full:
+            raise EngineError(EngineError.OVERLOADED, "too many calls are open") from None
+        self._open[self._next_id] = future
+        return future
+
+    def hang_up(self) -> None:
+        self.closed = True
+        # A full queue means the worker is not idle, so nothing needs to wake it.
+        with contextlib.suppress(queue.Full):
+            self._requests.put_nowait(None)
+
+    def end(self, error: Exception) -> None:
+        """Fail everything open."""
+        self.closed = True
+        for future in self._open.values():
+            if not future.done():
+                future.set_exception(error)
+        self._open.clear()
+
+    # The worker's side.
+
+    def poll(self, timeout_s: float) -> Request | None:
+        try:
+            if timeout_s <= 0:
+                return self._requests.get_nowait()
+            return self._requests.get(timeout=timeout_s)
+        except queue.Empty:
+            return None
+
+    def reply(self, request_id: int, result: Any = None) -> None:
+        self._loop.call_soon_threadsafe(self._settle, request_id, result, None)
+
+    def fail(self, request_id: int, code: str, message: str) -> None:
+        failure = WorkerFailure(code, message)
+        self._loop.call_soon_threadsafe(self._settle, request_id, None, failure)
+
+    def _settle(self, request_id: int, result: Any, error: Exception | None) -> None:
+        future = self._open.pop(request_id, None)
+        if future is None or future.done():
+            return
+        if error is not None:
+            future.set_exception(error)
+        else:
+            future.set_result(result)
+
+
+class LocalEngine(_Client):
+    """An engine in a thread of this process. Construct it inside a running event loop.
+
+    Args:
+        core: the engine; this client is its only driver from now on.
+    """
+
+    def __init__(self, core: EngineCore) -> None:
+        super().__init__(version=core.version, max_context=core.config.max_context)
+        self._loop = asyncio.get_running_loop()
+        limit = 2 * (core.config.max_waiting + core.config.max_running) + 64
+        self._connection = _ThreadConnection(self._loop, limit)
+        self._worker = EngineWorker(self._connection, core=core)
+        self._thread = threading.Thread(target=self._run, name=core.config.engine_id, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        error: Exception = EngineError(EngineError.CLOSED, "the engine is closed")
+        try:
+            self._worker.run()
+        except Exception as crash:
+            error = EngineError(EngineError.FAILED, f"the engine crashed: {crash!r}")
+            error.__cause__ = crash
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._connection.end, error)
+
+    async def _call(self, method: str, payload: dict[str, Any], timeout_s: float) -> Any:
+        if self._connection.closed:
+            raise EngineError(EngineError.CLOSED, "the engine is closed")
+        try:
+            return await asyncio.wait_for(self._connection.send(method, payload), timeout_s)
+        except WorkerFailure as failure:
+            raise _refusal(failure) from failure
+
+    async def generate(self, request: GenerationRequest) -> GenerationResult:
+        """See `EngineClient.generate`."""
+        payload = msgspec.to_builtins(request)
+        try:
+            result = await self._call("generate", payload, request.timeout_s + _ANSWER_GRACE_S)
+        except asyncio.CancelledError:
+            if not self._connection.closed:
+                self._connection.send("abort", {"id": request.id})
+            raise
+        return msgspec.convert(result, GenerationResult)
+
+    async def load_weights(self, path: str, version: int) -> None:
+        """See `EngineClient.load_weights`."""
+        async with self._loading:
+            await self._call("load_weights", {"path": path, "version": version}, 600.0)
+            self._version = version
+
+    async def close(self) -> None:
+        """Stop the thread after its present step. Open requests fail with CLOSED."""
+        self._connection.hang_up()
+        await asyncio.to_thread(self._thread.join, _ANSWER_GRACE_S)

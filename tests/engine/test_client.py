@@ -1,0 +1,195 @@
+"""The asyncio clients: many callers at once, updates in flight, and a process that gets killed."""
+
+import asyncio
+import contextlib
+import os
+import signal
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+from engine_harness import VOCAB, ask, greedy_reference, new_core, output, random_prompt, tiny_model
+
+from headrace.cluster.local import LocalCluster
+from headrace.cluster.types import WorkerDied
+from headrace.engine.client import LocalEngine, ProcessEngine
+from headrace.engine.core import EngineConfig
+from headrace.engine.types import EngineError
+from headrace.errors import UserError
+from headrace.model.checkpoint import save_checkpoint
+from headrace.rollout.types import FinishReason
+
+
+@pytest.fixture
+async def local() -> AsyncIterator[LocalEngine]:
+    engine = LocalEngine(new_core(tiny_model(), max_slots=4, max_running=4, max_waiting=4))
+    yield engine
+    await engine.close()
+
+
+async def until_sampling(engine: LocalEngine | ProcessEngine, tokens: int) -> None:
+    """Return once the engine has drawn `tokens` tokens; each look is a round trip through it."""
+    async with asyncio.timeout(30):
+        while (await engine.stats())["tokens_sampled"] < tokens:
+            pass
+
+
+async def test_local_engine_serves_concurrent_requests(local: LocalEngine) -> None:
+    prompts = [random_prompt(i, 5 + i) for i in range(7)]
+    results = await asyncio.gather(
+        *(local.generate(ask(f"r{i}", prompt)) for i, prompt in enumerate(prompts))
+    )
+    for prompt, result in zip(prompts, results, strict=True):
+        assert output(result) == greedy_reference(tiny_model(), prompt, 8)
+    stats = await local.stats()
+    assert stats["requests_finished"] == 7
+    assert stats["busy_s"] > 0
+    assert local.max_context == stats["max_context"] == 128
+
+
+async def test_local_engine_aborts_updates_and_refuses(local: LocalEngine, tmp_path: Path) -> None:
+    save_checkpoint(tiny_model(1), tmp_path / "v1")
+    task = asyncio.create_task(local.generate(ask("r", (1, 2, 3), max_tokens=120)))
+    await until_sampling(local, 2)
+    await local.load_weights(str(tmp_path / "v1"), 1)
+    assert local.weight_version == 1
+    await local.abort("r")
+    result = await task
+    assert result.finish_reason is FinishReason.ABORTED
+    assert {span.weight_version for span in result.spans} <= {0, 1}
+    with pytest.raises(EngineError) as caught:
+        await local.generate(ask("bad", (VOCAB,)))
+    assert caught.value.code == EngineError.INVALID
+    with pytest.raises(UserError, match="nowhere"):
+        await local.load_weights(str(tmp_path / "nowhere"), 2)
+    assert local.weight_version == 1
+
+
+async def test_cancelled_caller_frees_its_slot(local: LocalEngine) -> None:
+    task = asyncio.create_task(local.generate(ask("r", (1, 2, 3), max_tokens=120)))
+    await until_sampling(local, 1)
+    task.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await task
+    # The abort was queued before this look at the engine.
+    stats = await local.stats()
+    assert stats["running"] == 0
+    assert output(await local.generate(ask("r", (4, 5)))) == greedy_reference(
+        tiny_model(), (4, 5), 8
+    )
+
+
+async def test_closed_local_engine_fails_what_is_open() -> None:
+    engine = LocalEngine(new_core(tiny_model()))
+    task = asyncio.create_task(engine.generate(ask("r", (1, 2, 3), max_tokens=120)))
+    await until_sampling(engine, 1)
+    await engine.close()
+    with pytest.raises(EngineError) as caught:
+        await task
+    assert caught.value.code == EngineError.CLOSED
+    with pytest.raises(EngineError):
+        await engine.generate(ask("s", (1,)))
+
+
+async def test_killed_process_is_replaced_and_nothing_is_lost(tmp_path: Path) -> None:
+    save_checkpoint(tiny_model(0), tmp_path / "v0")
+    save_checkpoint(tiny_model(1), tmp_path / "v1")
+    cluster = LocalCluster()
+    engine = ProcessEngine(
+        cluster,
+        EngineConfig(engine_id="engine-7", max_slots=4, max_running=4, max_context=256),
+        checkpoint=str(tmp_path / "v0"),
+        log_path=str(tmp_path / "engine.log"),
+    )
+    try:
+        await engine.start()
+        first = await engine.generate(ask("warm", (1, 2, 3)))
+        assert output(first) == greedy_reference(tiny_model(0), (1, 2, 3), 8)
+        assert first.spans[0].engine_id == "engine-7"
+        await engine.load_weights(str(tmp_path / "v1"), 1)
+        assert engine.weight_version == 1
+        prompts = [random_prompt(i, 8) for i in range(6)]
+        tasks = [
+            asyncio.create_task(engine.generate(ask(f"r{i}", prompt, max_tokens=100)))
+            for i, prompt in enumerate(prompts)
+        ]
+        doomed = asyncio.create_task(engine.generate(ask("doomed", (9,), max_tokens=100)))
+        await until_sampling(engine, 40)
+        killed = engine.pid
+        assert killed is not None
+        os.kill(killed, signal.SIGKILL)
+        await engine.abort("doomed")
+        results = await asyncio.gather(*tasks)
+        assert engine.restarts == 1
+        assert engine.pid != killed
+        for prompt, result in zip(prompts, results, strict=True):
+            assert result.finish_reason is FinishReason.LENGTH
+            assert [span.weight_version for span in result.spans] == [1]
+            assert output(result)[:20] == greedy_reference(tiny_model(1), prompt, 20)
+        assert (await doomed).finish_reason is FinishReason.ABORTED
+        with pytest.raises(UserError, match="gone"):
+            await engine.load_weights(str(tmp_path / "gone"), 2)
+        assert engine.weight_version == 1
+    finally:
+        await engine.close()
+        await cluster.close()
+    with pytest.raises(EngineError) as caught:
+        await engine.generate(ask("late", (1,)))
+    assert caught.value.code == EngineError.CLOSED
+
+
+async def test_unusable_checkpoint_is_the_users_error(tmp_path: Path) -> None:
+    cluster = LocalCluster()
+    engine = ProcessEngine(cluster, EngineConfig(), checkpoint=str(tmp_path / "missing"))
+    try:
+        with pytest.raises(UserError, match="missing"):
+            await engine.start()
+    finally:
+        await engine.close()
+        await cluster.close()
+
+
+class DyingHandle:
+    """A worker that ends whenever it is asked to generate."""
+
+    name = "dying"
+    pid = 0
+
+    def __init__(self) -> None:
+        self.alive = True
+
+    async def request(
+        self, method: str, payload: dict[str, object] | None = None, *, timeout_s: float = 60.0
+    ) -> object:
+        if method == "generate":
+            self.alive = False
+            raise WorkerDied("dying (pid 0) ended")
+        return {}
+
+    async def wait_dead(self) -> None:
+        return
+
+    async def stop(self, *, grace_s: float = 5.0) -> None:
+        self.alive = False
+
+
+class DyingCluster:
+    def __init__(self) -> None:
+        self.started = 0
+
+    async def start(self, spec: object) -> DyingHandle:
+        self.started += 1
+        return DyingHandle()
+
+    async def close(self) -> None:
+        return
+
+
+async def test_a_request_that_keeps_killing_the_engine_is_given_up() -> None:
+    cluster = DyingCluster()
+    engine = ProcessEngine(cluster, EngineConfig(), checkpoint="unused", retries=3)
+    with pytest.raises(EngineError, match="died 4 times") as caught:
+        await engine.generate(ask("r", (1,)))
+    assert caught.value.code == EngineError.FAILED
+    assert cluster.started == 4
+    await engine.close()
