@@ -92,5 +92,5 @@ def readable(text: str) -> str:
 
 
 _CONTROL = {i: 0x2400 + i for i in range(32) if chr(i) not in "\n\t"}
-_CONTROL |= {0x7F: 0x2421} | {i: 0xFFFD for i in range(0x80, 0xA0)}
+_CONTROL |= {0x7F: 0x2421} | dict.fromkeys(range(0x80, 0xA0), 0xFFFD)
 """Control characters to their pictures (U+2400 block), C1 controls to the replacement character."""
