@@ -10,41 +10,37 @@ import contextlib
 import json
 import os
 import platform
-import shutil
 import time
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from headrace.cluster.local import LocalCluster, available_cores
-from headrace.cluster.types import WorkerDied, WorkerFailure, WorkerHandle
+from headrace.cluster.types import WorkerDied, WorkerFailure
 from headrace.errors import UserError
 from headrace.observe.live import LiveView
 from headrace.observe.metrics import MetricsWriter
 from headrace.observe.report import write_report
 from headrace.observe.statistics import wilson
 from headrace.observe.summary import write_summary
-from headrace.recipe import AgenticRlStage, Recipe, SftStage, Stage
+from headrace.recipe import Recipe, SftStage, Stage
 from headrace.rollout.audit import audit
 from headrace.rollout.evaluation import STAGE as EVALUATION_STAGE
 from headrace.rollout.evaluation import evaluate
 from headrace.rollout.ledger import Ledger
-from headrace.rollout.orchestrator import RolloutSource, SourceConfig, cursor_key
 from headrace.rollout.records import Evaluation
-from headrace.system import System, open_system, open_tasks, placement, trainer_spec
+from headrace.stages import (
+    StageContext,
+    demonstrations_of,
+    next_version,
+    open_trainer,
+    run_agentic_rl,
+    run_sft,
+)
+from headrace.system import System, open_system, open_tasks, placement
 from headrace.tasks.types import TaskInstance, TaskService
-from headrace.tokens.messages import normalise
-from headrace.tokens.renderer import ChatRenderer
-from headrace.training import rl, sft
-from headrace.training.batch import Sample, supervised_sample
 
 START = "start"
 """Label of the model before the first stage."""
-
-_KEPT_VERSIONS = 2
-_VERSION = "version"
 
 
 def plan(recipe: Recipe) -> list[str]:
@@ -177,7 +173,7 @@ class _Run:
             recipe,
             cluster=self.cluster,
             checkpoint=start,
-            version=self._next_version(),
+            version=next_version(self.ledger),
             tasks=self.tasks,
             ledger=self.ledger,
             log_dir=self.dir / "logs",
@@ -206,10 +202,21 @@ class _Run:
         started = time.monotonic()
         before = float(self.ledger.get_state(f"seconds:{stage.name}", 0.0))
         try:
+            context = StageContext(
+                recipe=self.recipe,
+                run_dir=self.dir,
+                ledger=self.ledger,
+                cluster=self.cluster,
+                system=system,
+                tasks=self.tasks,
+                log=self._log,
+                progress=self.view.progress,
+                message=self.view.message,
+            )
             if isinstance(stage, SftStage):
-                result = await self._sft(system, stage, source, target)
+                result = await run_sft(context, stage, source, target)
             else:
-                result = await self._rl(system, stage, source, target)
+                result = await run_agentic_rl(context, stage, source, target)
         except WorkerFailure as failure:
             raise UserError(f"stage {stage.name}: the trainer stopped: {failure.message}") from None
         except WorkerDied as died:
@@ -240,7 +247,7 @@ class _Run:
 
         self.view.message("training the tokenizer")
         task = self.tasks[self.recipe.stages[0].task]
-        demonstrations = await _demonstrations(
+        demonstrations = await demonstrations_of(
             task, self.recipe.tokenizer.demonstrations, self.recipe.seed, 0.5
         )
         texts = [text for d in demonstrations for text in _texts(d.messages)]
@@ -264,7 +271,8 @@ class _Run:
             "qk_norm": init.family == "qwen3",
             "family": init.family,
         }
-        async with self._trainer("initialiser", available_cores()) as worker:
+        cores = available_cores()
+        async with open_trainer(self.cluster, "initialiser", cores, len(cores), self.dir) as worker:
             parameters = await worker.request(
                 "create",
                 {
@@ -276,165 +284,6 @@ class _Run:
             )
         self.view.message(f"new model: {parameters:,} parameters, {tokenizer.vocab_size} tokens")
         return target
-
-    @contextlib.asynccontextmanager
-    async def _trainer(
-        self, name: str, cores: tuple[int, ...], threads: int | None = None
-    ) -> AsyncIterator[WorkerHandle]:
-        """A trainer process for the duration of the block."""
-        spec = trainer_spec(name, cores, threads or len(cores), self.dir / "logs")
-        handle = await self.cluster.start(spec)
-        try:
-            yield handle
-        finally:
-            await handle.stop()
-
-    # -- supervised -------------------------------------------------------------------------
-
-    async def _sft(
-        self, system: System, stage: SftStage, source: Path, target: Path
-    ) -> dict[str, Any]:
-        """Restarted from the beginning after a crash: it is deterministic and short."""
-        self.view.message(f"making {stage.demonstrations} demonstrations")
-        data_started = time.monotonic()
-        demonstrations = await _demonstrations(
-            self.tasks[stage.task], stage.demonstrations, self.recipe.seed, stage.quality
-        )
-        right = sum(d.right for d in demonstrations) / len(demonstrations)
-        data = await asyncio.to_thread(
-            _supervised_data, demonstrations, system.renderer, stage.prompt_loss
-        )
-        data_s = time.monotonic() - data_started
-        threads = stage.threads or len(system.cores.all)
-        cores = system.cores.all[:threads]
-        async with self._trainer(stage.name, cores, min(threads, len(cores))) as worker:
-            await worker.request("load", {"path": str(source), "optimizer": _optimizer(stage)})
-
-            async def report(step: int, done: float, metrics: dict[str, float]) -> None:
-                self.metrics.log(stage.name, step, metrics)
-                self.view.metrics(stage.name, step, metrics)
-                self.view.progress(done)
-
-            steps = await sft.train(
-                stage, trainer=worker, data=data, seed=self.recipe.seed, report=report
-            )
-            await worker.request(
-                "save",
-                {
-                    "path": str(target),
-                    "tokenizer": str(source),
-                    "optimizer": False,
-                    "reset_optimizer": False,
-                },
-                timeout_s=600,
-            )
-        return {"steps": steps, "demonstrations_right": right, "data_s": data_s}
-
-    # -- reinforcement ----------------------------------------------------------------------
-
-    async def _rl(
-        self, system: System, stage: AgenticRlStage, source: Path, target: Path
-    ) -> dict[str, Any]:
-        recovery = self.ledger.recover(stage.name, usable=lambda p: Path(p).is_dir())
-        begin = Path(recovery.checkpoint) if recovery.checkpoint else source
-        task = self.tasks[stage.task]
-        offset = self.recipe.seed * 1_000_003
-        source_of_batches = RolloutSource(
-            SourceConfig(
-                stage=stage.name,
-                group_size=stage.group_size,
-                groups_per_batch=stage.groups_per_batch,
-                concurrency=stage.concurrency,
-                staleness=stage.staleness,
-                temperature=stage.temperature,
-                max_tokens=stage.max_sequence or self.recipe.engine.max_context,
-                advantage_std=stage.advantage_std,
-                synchronous=stage.mode == "sync",
-            ),
-            runner=system.runner,
-            ledger=self.ledger,
-            instances=lambda cursor: task.instance(task.train_seed(offset + cursor)),
-            cursor=self.ledger.get_state(cursor_key(stage.name), 0),
-        )
-        source_of_batches.resume(recovery)
-        cores = system.cores.trainer
-        async with self._trainer(stage.name, cores) as worker:
-            await worker.request(
-                "load",
-                {
-                    "path": str(begin),
-                    "optimizer": _optimizer(stage),
-                    "rl": {
-                        "eps_low": stage.eps_low,
-                        "eps_high": stage.eps_high,
-                        "temperature": stage.temperature,
-                    },
-                },
-                timeout_s=600,
-            )
-            progress = rl.Progress(
-                step=recovery.step,
-                version=self._next_version(),
-                elapsed_s=float(self.ledger.get_state(f"seconds:{stage.name}", 0.0)),
-            )
-            self.ledger.publish(stage.name, progress.version, progress.step, begin)
-            await system.engine.load_weights(str(begin), progress.version)
-
-            async def publish(progress: rl.Progress) -> None:
-                version = self._next_version()
-                path = self.dir / "weights" / f"{stage.name}-v{version:06d}"
-                await worker.request(
-                    "save",
-                    {
-                        "path": str(path),
-                        "tokenizer": str(source),
-                        "optimizer": True,
-                        "reset_optimizer": stage.reset_optimizer,
-                    },
-                    timeout_s=600,
-                )
-                with self.ledger.transaction():
-                    self.ledger.publish(stage.name, version, progress.step, path)
-                    self.ledger.checkpointed(stage.name, progress.step, path)
-                await system.engine.load_weights(str(path), version)
-                progress.version = version
-                self._prune(stage.name, keep=path)
-
-            observer = _RlObserver(self, system, stage, source_of_batches, worker)
-            source_of_batches.start()
-            try:
-                await rl.train(
-                    stage,
-                    source=source_of_batches,
-                    trainer=worker,
-                    publish=publish,
-                    committed=lambda index, step: self.ledger.commit_batch(stage.name, index, step),
-                    report=observer.report,
-                    progress=progress,
-                )
-            finally:
-                await source_of_batches.stop()
-            published = self.ledger.publications(stage.name)[-1]
-            if published.step < progress.step:
-                await publish(progress)
-            await worker.request(
-                "save",
-                {
-                    "path": str(target),
-                    "tokenizer": str(source),
-                    "optimizer": False,
-                    "reset_optimizer": False,
-                },
-                timeout_s=600,
-            )
-        return {"updates": progress.step, "version": progress.version}
-
-    def _prune(self, stage: str, keep: Path) -> None:
-        """Delete published weights that no engine and no resume needs any more."""
-        folders = sorted((self.dir / "weights").glob(f"{stage}-v*"))
-        for folder in folders[:-_KEPT_VERSIONS]:
-            if folder != keep:
-                shutil.rmtree(folder, ignore_errors=True)
 
     # -- measuring --------------------------------------------------------------------------
 
@@ -451,7 +300,7 @@ class _Run:
             return
         table = self.recipe.evaluation
         self.view.stage_started(f"evaluate {label}", "evaluation", table.instances, "instances")
-        await system.engine.load_weights(str(checkpoint), self._next_version())
+        await system.engine.load_weights(str(checkpoint), next_version(self.ledger))
         result = await evaluate(
             label,
             self._held_out(),
@@ -489,17 +338,17 @@ class _Run:
 
     # -- record -----------------------------------------------------------------------------
 
-    def _next_version(self) -> int:
-        """A weight version never used in this run, not even by a process that crashed."""
-        version = int(self.ledger.get_state(_VERSION, 0)) + 1
-        self.ledger.put_state(_VERSION, version)
-        return version
+    def _log(self, stage: str, step: int, metrics: dict[str, float]) -> None:
+        self.metrics.log(stage, step, metrics)
+        self.view.metrics(stage, step, metrics)
 
     def _summarise(self, status: str) -> None:
         """Rewrite summary.json."""
         laws = {}
         if status != "running":
-            laws = {law: "held" if held else "broken" for law, (held, _) in self._laws().items()}
+            laws = {
+                law: "held" if held else "broken" for law, (held, _) in audit(self.ledger).items()
+            }
         stages = self.ledger.stages()
         write_summary(
             self.dir,
@@ -518,108 +367,8 @@ class _Run:
             },
         )
 
-    def _laws(self) -> dict[str, tuple[bool, str]]:
-        return audit(self.ledger)
-
-
-class _RlObserver:
-    """Turns the loop's updates into metrics: rates, windows and utilisation."""
-
-    def __init__(
-        self,
-        run: _Run,
-        system: System,
-        stage: AgenticRlStage,
-        source: RolloutSource,
-        worker: WorkerHandle,
-    ) -> None:
-        self.run = run
-        self.system = system
-        self.stage = stage
-        self.source = source
-        self.worker = worker
-        self.last = time.monotonic()
-        self.engine: dict[str, float] = {}
-        self.trainer_busy = 0.0
-        self.begun = time.monotonic()
-        self.before = float(run.ledger.get_state(f"seconds:{stage.name}", 0.0))
-
-    async def report(self, update: rl.Update) -> None:
-        """Log one update."""
-        now = time.monotonic()
-        seconds = max(now - self.last, 1e-6)
-        self.last = now
-        stats = await self.system.engine.stats()
-        engine = {k: float(v) for k, v in msgspec.to_builtins(stats).items() if _is_number(v)}
-        sampled = engine["tokens_sampled"] - self.engine.get("tokens_sampled", 0.0)
-        busy = engine["busy_s"] - self.engine.get("busy_s", 0.0)
-        trainer = await self.worker.request("stats")
-        trained_s = trainer["busy_s"] - self.trainer_busy
-        first = not self.engine
-        self.engine, self.trainer_busy = engine, trainer["busy_s"]
-        window = self.source.take_window()
-        metrics = {
-            **update.metrics,
-            "version": float(update.version),
-            "trained_trajectories": float(update.trajectories),
-            "wait_s": update.wait_s,
-            "publish_s": update.publish_s,
-            "step_s": seconds,
-            "trainer_busy": min(1.0, trained_s / seconds),
-            "queue_groups": float(self.source.ready_groups),
-            "rollouts_in_flight": float(self.source.in_flight),
-            "dropped_stale": float(window.dropped_stale),
-            "dropped_no_signal": float(window.dropped_no_signal),
-            "env_failed": float(window.env_failed),
-            "rollouts_per_s": window.finished / seconds,
-        }
-        if not first:
-            metrics["engine_busy"] = min(1.0, busy / seconds)
-            metrics["gen_tokens_per_s"] = sampled / seconds
-        if window.scored:
-            metrics["reward_mean"] = window.reward_sum / window.scored
-            metrics["success_rate"] = metrics["reward_mean"]
-        if window.finished:
-            metrics["turns_mean"] = window.turns / window.finished
-        self.run.metrics.log(self.stage.name, update.step, metrics)
-        self.run.view.metrics(self.stage.name, update.step, metrics)
-        elapsed = self.before + now - self.begun
-        self.run.ledger.put_state(f"seconds:{self.stage.name}", elapsed)
-        self.run.view.progress(
-            rl.done_fraction(self.stage, rl.Progress(update.step, update.version, elapsed))
-        )
-
 
 # -- small pure parts --------------------------------------------------------------------------
-
-
-async def _demonstrations(task: TaskService, count: int, seed: int, quality: float) -> list[Any]:
-    """Demonstrations of a task that can make them.
-
-    Raises:
-        UserError: the task has none.
-    """
-    make = getattr(task, "demonstrations", None)
-    if make is None:
-        raise UserError(f"task {task.name} has no demonstrations; an sft stage cannot use it")
-    return await make(count, seed, quality)
-
-
-def _supervised_data(
-    demonstrations: list[Any], renderer: ChatRenderer, prompt_loss: float
-) -> list[Sample]:
-    """Demonstrations as weighted token sequences."""
-    samples = []
-    for demonstration in demonstrations:
-        messages = normalise(
-            [
-                {**message, "train": train} if message["role"] == "assistant" else message
-                for message, train in zip(demonstration.messages, demonstration.train, strict=True)
-            ]
-        )
-        ids, mask = renderer.render_training(messages, demonstration.tools)
-        samples.append(supervised_sample(ids, [1.0 if m else prompt_loss for m in mask]))
-    return samples
 
 
 def _texts(messages: Any) -> list[str]:
@@ -631,18 +380,6 @@ def _texts(messages: Any) -> list[str]:
         for call in message.get("tool_calls") or []:
             texts += [str(v) for v in json.loads(call["function"]["arguments"]).values()]
     return texts
-
-
-def _optimizer(stage: Stage) -> dict[str, Any]:
-    """Keyword arguments of `OptimizerConfig`."""
-    return {
-        "learning_rate": stage.learning_rate,
-        "weight_decay": stage.weight_decay,
-        "beta2": stage.adam_beta2 if isinstance(stage, AgenticRlStage) else 0.95,
-        "grad_clip": stage.grad_clip,
-        "micro_tokens": stage.micro_tokens,
-        "bfloat16": stage.dtype == "bfloat16",
-    }
 
 
 def _check_model_path(path: str) -> None:
@@ -666,7 +403,3 @@ def _budget(stage: Stage) -> list[str]:
 
 def _list(cores: tuple[int, ...]) -> str:
     return ", ".join(map(str, cores))
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)

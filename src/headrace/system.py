@@ -128,9 +128,8 @@ async def open_system(
     """
     cores = placement(recipe)
     renderer = create_renderer(recipe.model.renderer, checkpoint)
-    engine = await ProcessEngine.start(
+    engine = ProcessEngine(
         cluster,
-        checkpoint,
         EngineConfig(
             max_slots=recipe.engine.max_slots,
             max_running=recipe.engine.max_slots,
@@ -139,11 +138,14 @@ async def open_system(
             dtype=recipe.engine.dtype,
             seed=recipe.seed,
         ),
+        checkpoint=str(checkpoint),
         version=version,
         cores=cores.engine,
+        threads=len(cores.engine),
         log_path=str(log_dir / "engine.log"),
     )
     try:
+        await engine.start()
         gateway = Gateway(
             engine,
             renderer,

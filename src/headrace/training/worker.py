@@ -21,6 +21,10 @@ from headrace.training.batch import Sample
 from headrace.training.trainer import NonFiniteLossError, OptimizerConfig, RlConfig, Trainer
 
 
+_WORK = ("supervised", "rl", "save")
+"""Methods whose time counts as training; loading a model or receiving data does not."""
+
+
 class TrainerWorker:
     """Serves one stage. Methods are the `_do_*` functions below."""
 
@@ -59,7 +63,8 @@ class TrainerWorker:
             except OSError as error:
                 self.connection.fail(request.id, "io_error", str(error))
                 continue
-            self.busy_s += time.perf_counter() - started
+            if request.method in _WORK:
+                self.busy_s += time.perf_counter() - started
             self.connection.reply(request.id, result)
 
     @property
