@@ -67,7 +67,7 @@ class ModelTable(Table):
     init: ModelInit | None = None
     """Shape of a new model; needs a [tokenizer] table."""
     renderer: str = "auto"
-    """How messages become tokens: "compact", "template", a `renderers` name, or "auto"."""
+    """How messages become tokens: "compact", "chatml", a `renderers` name, or "auto"."""
 
     @model_validator(mode="after")
     def _one_source(self) -> "ModelTable":
