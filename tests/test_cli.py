@@ -41,10 +41,10 @@ def stand_in_run(monkeypatch):
         (run_dir / "report.html").write_text("<p>done</p>")
         return 0
 
-    module = types.ModuleType("headrace.training.run")
+    module = types.ModuleType("headrace.run")
     module.run_recipe = run_recipe  # type: ignore[attr-defined] # a stand-in module
     module.plan = lambda recipe: [f"plan of {recipe.name}", "seed 0"]  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "headrace.training.run", module)
+    monkeypatch.setitem(sys.modules, "headrace.run", module)
     return calls
 
 
@@ -164,14 +164,14 @@ def test_resume_uses_the_stored_recipe(recipe_file, tmp_path, stand_in_run):
 
 
 def raise_in_run(monkeypatch, error):
-    module = types.ModuleType("headrace.training.run")
+    module = types.ModuleType("headrace.run")
 
     def fail(*_, **__):
         raise error
 
     module.run_recipe = fail  # type: ignore[attr-defined] # a stand-in module
     module.plan = fail  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "headrace.training.run", module)
+    monkeypatch.setitem(sys.modules, "headrace.run", module)
 
 
 def test_a_full_disk_is_one_line(capsys, recipe_file, tmp_path, monkeypatch):

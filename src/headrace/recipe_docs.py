@@ -48,8 +48,8 @@ A run writes its resolved recipe, defaults included, to `recipe.json` in the run
 `--resume` continues from that file.
 
 `model.renderer` chooses how messages become tokens: "compact" is the short format of models
-trained from random weights here, "template" the ChatML format of checkpoints such as SmolLM2, any
-other name a renderer of the `renderers` library; "auto" looks at the checkpoint.
+trained from random weights here, "chatml" the format of checkpoints such as SmolLM2, any
+other name is a renderer of the `renderers` library; "auto" looks at the checkpoint.
 
 `[tasks.NAME]` holds the options of a task service, which checks them itself; those of `terminal`
 are described in `src/headrace/tasks/terminal/`.
