@@ -62,7 +62,7 @@ def build_reference(case: str, **changes: Any) -> Any:
     values = {**TINY, **CASES[case], **changes}
     torch.manual_seed(0)
     if case.startswith("qwen3"):
-        model = Qwen3ForCausalLM(HfQwen3Config(**values))
+        model: Any = Qwen3ForCausalLM(HfQwen3Config(**values))
     else:
         model = LlamaForCausalLM(LlamaConfig(**values))
     with torch.no_grad():
@@ -77,7 +77,8 @@ def load_in_transformers() -> Callable[[Path], Any]:
     """Load a checkpoint directory with transformers, which must not miss or ignore a weight."""
 
     def load(path: Path) -> Any:
-        model, info = AutoModelForCausalLM.from_pretrained(path, output_loading_info=True)
+        loaded: Any = AutoModelForCausalLM.from_pretrained(path, output_loading_info=True)
+        model, info = loaded
         assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
         return model.eval()
 

@@ -203,14 +203,14 @@ def test_target_that_is_a_file(tmp_path: Path) -> None:
 
 def test_reader_of_a_replaced_directory_sees_old_or_new(tmp_path: Path) -> None:
     target = tmp_path / "it"
-    for value in ("old", "new"):
+    with replaced_directory(target) as draft:
+        (draft / "a").write_text("old")
+        assert not target.exists()
+    with (target / "a").open() as held:
         with replaced_directory(target) as draft:
-            (draft / "a").write_text(value)
-            if value == "new":
-                assert (target / "a").read_text() == "old"
-                held = (target / "a").open()
-    assert (target / "a").read_text() == "new"
-    with held:
+            (draft / "a").write_text("new")
+            assert (target / "a").read_text() == "old"
+        assert (target / "a").read_text() == "new"
         assert held.read() == "old"
     assert [path.name for path in tmp_path.iterdir()] == ["it"]
 

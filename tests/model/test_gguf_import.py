@@ -17,7 +17,15 @@ from headrace.errors import UserError
 from headrace.model.checkpoint import load_checkpoint
 from headrace.model.gguf_import import import_gguf, import_smollm2, resolve_model
 
-TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", *sorted(ByteLevel.alphabet()), "he", "Ġhe"]
+TOKENS = [
+    "<|endoftext|>",
+    "<|im_start|>",
+    "<|im_end|>",
+    *sorted(ByteLevel.alphabet()),
+    "he",
+    "Ġhe",
+    "12",
+]
 TEMPLATE = "{% for m in messages %}<|im_start|>{{ m['content'] }}<|im_end|>{% endfor %}"
 HEADS, KV_HEADS, HIDDEN, INNER, LAYERS = 4, 2, 32, 64, 2
 
@@ -41,7 +49,7 @@ def write_gguf(
     writer.add_tokenizer_pre(pre)
     writer.add_token_list(TOKENS)
     writer.add_token_types([3, 3, 3] + [1] * (len(TOKENS) - 3))
-    writer.add_token_merges(["h e", "Ġ he"])
+    writer.add_token_merges(["h e", "Ġ he", "1 2"])
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)
     writer.add_unk_token_id(0)
@@ -108,7 +116,9 @@ def test_tiny_gguf_equals_transformers(tmp_path: Path) -> None:
 def test_tokenizer_of_a_tiny_gguf(tmp_path: Path) -> None:
     import_gguf(write_gguf(tmp_path / "tiny.gguf"), tmp_path / "out")
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
-    assert tokenizer.tokenize("he he10<|im_end|>") == ["he", "Ġhe", "1", "0", "<|im_end|>"]
+    assert tokenizer.tokenize("he he<|im_end|>") == ["he", "Ġhe", "<|im_end|>"]
+    # Digits stand alone although "12" is in the vocabulary.
+    assert tokenizer.tokenize("he12") == ["he", "1", "2"]
     text = "hé  he\n\t12 <|im_start|>x"
     assert tokenizer.decode(tokenizer.encode(text)) == text
     assert (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id) == (1, 2, 2)
