@@ -145,9 +145,9 @@ class SimulatedRun:
         self.ledger.finish(session_id, outcome, rewards, "why", {"n": 1})
         del self.sampling[session_id]
         group = session_id.split("/")[0]
-        if not any(name.split("/")[0] == group for name in self.sampling):
-            if group.startswith("g"):
-                self.waiting.append(group)
+        others = any(name.split("/")[0] == group for name in self.sampling)
+        if group.startswith("g") and not others:
+            self.waiting.append(group)
         return group
 
     def decide(self) -> None:

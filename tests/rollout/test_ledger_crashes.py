@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections import Counter
 from pathlib import Path
 
 from hypothesis import settings
@@ -61,6 +62,20 @@ class CrashingRun(RuleBasedStateMachine):
     def dispatch(self, size):
         self.calls |= {name: [] for name in self.run.dispatch(size)}
 
+    @rule(behind=st.integers(0, 2), cut=st.booleans(), train=st.booleans())
+    def play_group(self, behind, cut, train):
+        """A group without mishap, so that histories get somewhere."""
+        names = self.run.dispatch(2)
+        for reward, name in enumerate(names):
+            self.calls[name] = [self.run.record(name, behind=behind, tokens=2, fork=False)]
+            self.run.finish(name, Outcome.OK, float(reward))
+            self.ended[name] = (Outcome.OK, float(reward))
+        self.decide()
+        if cut:
+            self.cut(4, exclude=False)
+        if train and self.run.uncommitted:
+            self.run.train()
+
     @rule(size=st.integers(1, 2))
     def dispatch_evaluation(self, size):
         self.calls |= {name: [] for name in self.run.dispatch(size, "eval:x")}
@@ -92,13 +107,19 @@ class CrashingRun(RuleBasedStateMachine):
 
     @precondition(lambda self: self.run.waiting)
     @rule()
+    def decide_all(self):
+        self.decide()
+
     def decide(self):
         while self.run.waiting:
             self.run.decide()
 
     @precondition(lambda self: self.run.ready)
     @rule(size=st.integers(1, 4), exclude=st.booleans())
-    def cut(self, size, exclude):
+    def cut_some(self, size, exclude):
+        self.cut(size, exclude=exclude)
+
+    def cut(self, size, *, exclude):
         batch = self.run.cut(size, exclude=exclude)
         if batch is not None:
             self.excluded |= {call for member in batch.members for call in member.excluded}
@@ -136,6 +157,8 @@ class CrashingRun(RuleBasedStateMachine):
         replayed = {m.session_id for batch in recovery.replay for m in batch.members}
         if not inside:
             assert before <= replayed, "a batch that was cut is neither trained nor replayed"
+        lost = Counter(name.split("/")[0] for name in recovery.cancelled)
+        assert lost == {group.group_id: group.missing for group in recovery.incomplete}
         for name in recovery.cancelled:
             assert name not in self.ended
             self.ended[name] = (Outcome.CANCELLED, None)

@@ -14,7 +14,7 @@ import msgspec
 
 from headrace.errors import UserError
 from headrace.rollout.reading import LedgerReader
-from headrace.rollout.records import TRAIN, Batch, SessionSummary
+from headrace.rollout.records import TRAIN, Batch, BatchMember, SessionSummary
 from headrace.rollout.staleness import is_stale
 from headrace.rollout.types import DropReason, Outcome, Segment, Session
 
@@ -67,8 +67,7 @@ def audit(
         for stage in stages:
             batches = ledger.batches(stage)
             _check_batches(laws, stage, batches)
-            excluded = {m.session_id: m.excluded for batch in batches for m in batch.members}
-            bounds = {m.session_id: batch for batch in batches for m in batch.members}
+            members = {m.session_id: (batch, m) for batch in batches for m in batch.members}
             baselines = _group_means(ledger, stage)
             trained = 0
             for summary in ledger.sessions(stage=stage):
@@ -78,13 +77,11 @@ def audit(
                 _check_tokens(laws, session, summary)
                 _check_fate(laws, summary, stage in finished)
                 _check_reward(laws["L6"], summary, baselines)
-                batch = bounds.get(summary.id)
-                if batch is not None:
-                    trained += _check_member(
-                        laws["L7"], ledger, summary.id, batch, set(excluded[summary.id])
-                    )
-                if derive is not None and summary.batch is not None:
-                    _check_segments(laws["L5"], ledger.trainable(summary.id), derive)
+                if summary.id in members:
+                    batch, member = members[summary.id]
+                    trained += _check_member(laws["L7"], session, batch, member)
+                    if derive is not None:
+                        _check_segments(laws["L5"], session, member, derive)
             _check_closure(laws["L2"], ledger, stage, trained, stage in finished)
     return {
         "L2": laws["L2"].finding("sessions and stages", note=_totals(ledger)),
@@ -187,31 +184,37 @@ def _group_means(ledger: LedgerReader, stage: str) -> dict[str, tuple[float, flo
     }
 
 
-def _check_member(
-    law: _Law, ledger: LedgerReader, session_id: str, batch: Batch, excluded: set[str]
-) -> int:
+def _check_member(law: _Law, session: Session, batch: Batch, member: BatchMember) -> int:
     """The age of a member when its batch was cut; returns its tokens in the surviving weights."""
-    calls = [c for c in ledger.trainable(session_id).calls if c.id not in excluded]
+    calls = [call for call in session.calls if call.id not in member.excluded]
     spans = [span for call in calls for span in call.spans]
     if batch.tau is not None:
         versions = [span.weight_version for span in spans]
         law.expect(
             not is_stale(batch.current_version, versions, batch.tau),
-            f"session {session_id} in batch {batch.index}: oldest version "
+            f"session {session.id} in batch {batch.index}: oldest version "
             f"{min(versions, default=None)} at version {batch.current_version}, tau {batch.tau}",
         )
     return sum(len(span.ids) for span in spans) if batch.step is not None else 0
 
 
 def _check_segments(
-    law: _Law, session: Session, derive: Callable[[Session], Sequence[Segment]]
+    law: _Law,
+    session: Session,
+    member: BatchMember,
+    derive: Callable[[Session], Sequence[Segment]],
 ) -> None:
-    sampled = sum(len(call.output_ids) for call in session.calls)
+    """Segments own each sampled token once. Late calls (CANCELLED) never reach the trainer."""
+    calls = tuple(
+        call for call in session.calls if member.excluded.get(call.id) is not DropReason.CANCELLED
+    )
+    sampled = sum(len(call.output_ids) for call in calls)
     try:
-        owned = sum(sum(segment.train_mask) for segment in derive(session))
+        segments = derive(msgspec.structs.replace(session, calls=calls))
     except ValueError as error:  # a constructor refused unequal lengths
         law.expect(False, f"session {session.id}: {error}")
         return
+    owned = sum(sum(segment.train_mask) for segment in segments)
     law.expect(
         owned == sampled, f"session {session.id}: segments own {owned} of {sampled} sampled tokens"
     )

@@ -224,11 +224,6 @@ class Store:
         with _explained(self.path):
             return self._connection.execute(sql, parameters).fetchall()
 
-    def execute_many(self, sql: str, rows: Sequence[Sequence[Any]]) -> None:
-        """Run one statement for each row of parameters."""
-        with _explained(self.path):
-            self._connection.executemany(sql, rows)
-
     def insert(self, sql: str, parameters: Sequence[Any]) -> int:
         """Run an INSERT and return the new row's integer key."""
         with _explained(self.path):
