@@ -30,7 +30,7 @@ async def test_fork_bomb_is_bounded_and_leaves_others_alone(limited: Limited) ->
 
 async def test_process_limit_counts_processes(limited: Limited) -> None:
     box = await limited(processes=12, wall_s=1.0).open({})
-    few = await box.run("for i in 1 2 3 4 5 6; do sleep 0.05 & done; wait; echo ok")
+    few = await box.run("for i in $(seq 11); do sleep 0.1 & done; wait; echo ok")
     assert few.output == b"ok\n"
     many = await box.run("for i in $(seq 40); do sleep 30 & done; wait; echo ok")
     assert b"ok" not in many.output

@@ -113,6 +113,8 @@ async def test_bad_file_sets_are_refused(provider: ServerProvider) -> None:
         await provider.open(through_link)
     with pytest.raises(SandboxError, match="space"):
         await provider.open({"x": FileEntry("file", 0o644, bytes(40 * 2**20))})
+    with pytest.raises(SandboxError, match="space"):
+        await provider.open({f"{n}": FileEntry("file", 0o644) for n in range(5000)})
     assert (await (await provider.open({})).run("echo ok")).output == b"ok\n"
 
 
@@ -277,7 +279,8 @@ def test_probe_names_every_kind() -> None:
     assert found["none"] == "ok"
 
 
-async def test_auto_prefers_bubblewrap(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("kind")
+async def test_auto_prefers_bubblewrap() -> None:
     provider = open_provider()
     await provider.close()
     assert provider.kind == ("bwrap" if shutil.which("bwrap") else "unshare")
@@ -310,7 +313,9 @@ def test_no_isolation_is_an_error_with_remedies(monkeypatch: pytest.MonkeyPatch)
 def test_refused_namespaces_are_explained() -> None:
     """In a user namespace of our own we may forbid further ones, as some machines do."""
     forbid = "echo 0 > /proc/sys/user/max_user_namespaces"
-    probe_it = "import headrace.sandbox as s; p = s.probe(); print(p['bwrap'], p['unshare'])"
+    probe_it = (
+        "import headrace.sandbox as s; p = s.probe(); print(p['bwrap'], p['unshare'], p['none'])"
+    )
     inner = f'{forbid} && exec "$0" -c "$1"'
     outcome = subprocess.run(
         ["unshare", "-Ur", "bash", "-c", inner, sys.executable, probe_it],
@@ -324,6 +329,7 @@ def test_refused_namespaces_are_explained() -> None:
         pytest.skip("this machine refuses user namespaces already")
     said = "CAP_SETUID" if os.getuid() == 0 else "sysctl -w user.max_user_namespaces=10000"
     assert outcome.stdout.count(said) == 2
+    assert outcome.stdout.endswith(" ok\n")
     assert outcome.stderr == ""
 
 

@@ -9,7 +9,6 @@ the first process ends, and the first process is waited for.
 import contextlib
 import math
 import os
-import resource  # noqa: F401  os.wait4 loads it on first use, when it is out of reach.
 import signal
 import time
 
@@ -58,8 +57,14 @@ class Command:
         self.orphan_fd = -1
         """Process descriptor of a first process that outlives its launcher for a moment, or -1."""
         self.finished = False
+        self.pid = self.pid_fd = -1
         self.output_fd, output_end = _one_sided_pipe()
-        self._status_fd, status_end = _one_sided_pipe()
+        try:
+            self._status_fd, status_end = _one_sided_pipe()
+        except OSError:
+            os.close(self.output_fd)
+            os.close(output_end)
+            raise
         actions = [
             (os.POSIX_SPAWN_DUP2, devnull, 0),
             (os.POSIX_SPAWN_DUP2, output_end, 1),
@@ -82,6 +87,9 @@ class Command:
         except OSError:
             os.close(self.output_fd)
             os.close(self._status_fd)
+            if self.pid > 0:
+                os.kill(self.pid, signal.SIGKILL)
+                os.waitpid(self.pid, 0)
             raise
         finally:
             os.close(output_end)

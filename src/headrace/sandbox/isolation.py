@@ -24,11 +24,12 @@ ROOT = "root"
 """Folder of a sandbox that is its ready-made file tree, for launchers that want one."""
 LIMITS_FILE = "/etc/limits.sh"
 """Read by bash before each command (BASH_ENV): a builtin sets limits, which costs no process."""
+UNPRIVILEGED_UID = 65534
+"""User and group that a server started by root becomes."""
 OPEN_FILES = 256
 """Open files per process. Not one of Limits: no honest command comes near it."""
 
 _PARENT_CHECK_MS = 1000
-_UNPRIVILEGED_UID = 65534
 _TOP_LEVEL = ("bin", "sbin", "lib", "lib32", "lib64", "libx32")
 _ETC_FROM_HOST = ("alternatives", "ld.so.cache", "localtime")
 _ETC_OWN = {
@@ -60,21 +61,22 @@ class IsolationError(Exception):
     """A step failed; the message says which and, where known, the remedy."""
 
 
-def limits_script(limits: Limits, *, count_processes: bool, folder: str = "") -> str:
+def limits_script(limits: Limits, *, own_processes: int | None, folder: str = "") -> str:
     """Bash text that applies `limits` to the shell that reads it and to its children.
 
     Args:
         limits: see Limits.
-        count_processes: apply the process limit. The kernel counts it per user namespace (Linux
-            5.14), so it says nothing about a sandbox without one.
+        own_processes: how many processes in the command's user namespace are not the command's.
+            The kernel counts per such namespace (Linux 5.14); None for a command without one,
+            whose processes cannot be limited.
         folder: a variable's name whose value to change directory to, or empty.
     """
     cpu = max(1, math.ceil(limits.cpu_s))
     hard = f"ulimit -H -c 0 -n {OPEN_FILES} -v {limits.memory_mb * 1024} -f {limits.disk_mb * 1024}"
     # One second between SIGXCPU and SIGKILL tells a CPU limit from any other kill.
     hard += f" -t {cpu + 1}"
-    if count_processes:
-        hard += f" -u {limits.processes + 1}"  # The namespace's own init is one of them.
+    if own_processes is not None:
+        hard += f" -u {limits.processes + own_processes}"
     soft = hard.replace("-H", "-S").replace(f"-t {cpu + 1}", f"-t {cpu}")
     lines = [f"{soft} && {hard} || exit 126", "unset BASH_ENV"]
     if folder:
@@ -92,8 +94,8 @@ def drop_root() -> bool:
         return True
     try:
         os.setgroups([])
-        os.setresgid(_UNPRIVILEGED_UID, _UNPRIVILEGED_UID, _UNPRIVILEGED_UID)
-        os.setresuid(_UNPRIVILEGED_UID, _UNPRIVILEGED_UID, _UNPRIVILEGED_UID)
+        os.setresgid(UNPRIVILEGED_UID, UNPRIVILEGED_UID, UNPRIVILEGED_UID)
+        os.setresuid(UNPRIVILEGED_UID, UNPRIVILEGED_UID, UNPRIVILEGED_UID)
     except OSError:
         return _root_is_mapped()
     kernel.set_dumpable()
@@ -125,14 +127,14 @@ def require_kernel(release: str) -> None:
         raise IsolationError(f"Linux {release} is too old; 5.14 or newer is needed")
 
 
-def lock_in(limits: Limits, parent_pid: int) -> None:
+def lock_in(limits_text: str, parent_pid: int) -> None:
     """Leave the host: new namespaces, new root. Everything needed must be imported before.
 
     Returns in a child, which is the first process of the new pid namespace: when it ends, the
     kernel kills all others there. The calling process stays behind as its keeper and never returns.
 
     Args:
-        limits: written where commands will read them.
+        limits_text: see limits_script; written where commands will read it.
         parent_pid: the process whose end ends everything.
 
     Raises:
@@ -157,7 +159,7 @@ def lock_in(limits: Limits, parent_pid: int) -> None:
         _write("/proc/self/uid_map", f"{SANDBOX_UID} {uid} 1")
         _write("/proc/self/gid_map", f"{SANDBOX_UID} {gid} 1")
         _move_into_pid_namespace(parent_pid)
-        _build_root(limits)
+        _build_root(limits_text)
     except OSError as error:
         raise IsolationError(
             f"{error.strerror} ({error.filename or 'kernel call'}); {user_namespace_remedy()}"
@@ -221,7 +223,7 @@ def _bind(source: str, target: str) -> None:
     kernel.mount(source, target, None, kernel.MS_BIND | kernel.MS_REC)
 
 
-def _build_root(limits: Limits) -> None:
+def _build_root(limits_text: str) -> None:
     """Make the small root under /tmp, then exchange roots."""
     root = "/tmp"
     kernel.mount("none", "/", None, kernel.MS_REC | kernel.MS_PRIVATE)
@@ -253,7 +255,7 @@ def _build_root(limits: Limits) -> None:
         else:
             continue
         os.symlink(f"base/{name}", f"{root}/{name}")
-    _build_etc(base + "/etc", limits)
+    _build_etc(base + "/etc", limits_text)
     _build_dev(base + "/dev")
     for name in ("work", "tmp", "proc", "run", "var"):
         os.mkdir(f"{base}/{name}")
@@ -265,11 +267,11 @@ def _build_root(limits: Limits) -> None:
     os.rmdir("/old")
 
 
-def _build_etc(etc: str, limits: Limits) -> None:
+def _build_etc(etc: str, limits_text: str) -> None:
     os.mkdir(etc)
     for name, text in _ETC_OWN.items():
         _write(f"{etc}/{name}", text)
-    _write(f"{etc}/{os.path.basename(LIMITS_FILE)}", limits_script(limits, count_processes=True))
+    _write(f"{etc}/{os.path.basename(LIMITS_FILE)}", limits_text)
     for name in _ETC_FROM_HOST:
         host = os.path.realpath(f"/etc/{name}")
         if os.path.exists(host) and not host.startswith("/usr/"):

@@ -33,6 +33,8 @@ class Launcher(Protocol):
     """Whether sandboxes live on their own tmpfs, in namespaces."""
     own_root: bool
     """Whether a sandbox needs a ready-made file tree of its own to change root to."""
+    own_processes: int
+    """Processes of the program itself that the kernel counts against the process limit."""
     errors_apart: bool
     """Whether the status pipe is the program's stderr, so that its errors are no output."""
 
@@ -68,6 +70,7 @@ class BubblewrapLauncher:
     name = "bwrap"
     isolated = True
     own_root = False
+    own_processes = 1
     errors_apart = False
 
     def __init__(self, program: str, *, can_disable_nesting: bool) -> None:
@@ -114,6 +117,7 @@ class UnshareLauncher:
     name = "unshare"
     isolated = True
     own_root = True
+    own_processes = 2
     errors_apart = True
 
     def __init__(self, program: str) -> None:
@@ -149,6 +153,7 @@ class PlainLauncher:
     name = "none"
     isolated = False
     own_root = False
+    own_processes = 0
     errors_apart = False
 
     def __init__(self, limits_file: str) -> None:

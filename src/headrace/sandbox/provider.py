@@ -21,10 +21,10 @@ import msgspec
 import headrace
 from headrace.errors import UserError
 from headrace.sandbox import protocol
-from headrace.sandbox.isolation import limits_script
+from headrace.sandbox.isolation import UNPRIVILEGED_UID, limits_script
 from headrace.sandbox.server import LONGEST_WAIT_S
 from headrace.sandbox.types import CommandResult, EndReason, FileEntry, Limits, SandboxError
-from headrace.sandbox.workfolder import check_path
+from headrace.sandbox.workfolder import MOST_NAME_BYTES, check_path
 
 KINDS = ("bwrap", "unshare")
 """Isolating kinds, strongest first."""
@@ -121,9 +121,11 @@ class _ServerProcess:
 def _make_workshop(limits: Limits) -> str:
     folder = tempfile.mkdtemp(prefix="headrace-sandbox-")
     script = Path(folder, "limits.sh")
-    script.write_text(limits_script(limits, count_processes=False, folder="HOME"))
-    # The server may become another user before it makes anything here.
-    os.chmod(folder, 0o1777 if os.geteuid() == 0 else 0o700)
+    script.write_text(limits_script(limits, own_processes=None, folder="HOME"))
+    if os.geteuid() == 0:
+        # The server will be another user, unless there is no other, as in a rootless container.
+        with contextlib.suppress(OSError):
+            os.chown(folder, UNPRIVILEGED_UID, UNPRIVILEGED_UID)
     return folder
 
 
@@ -264,7 +266,7 @@ class ServerSandbox:
             ValueError: a path or kind in `files` is bad.
             SandboxError: the isolation layer failed, `files` exceed the limits, or it is closed.
         """
-        encoded = _encode_files(files)
+        encoded = _encode_files(files, self._limits)
         async with self._turn:
             request_id = self._next_id()
             request = protocol.Open(request_id, self._number, encoded)
@@ -315,7 +317,7 @@ class ServerProvider:
             ValueError: a path or kind in `files` is bad.
             SandboxError: none can be made, `files` exceed the limits, or the provider is closed.
         """
-        encoded = _encode_files(files)
+        encoded = _encode_files(files, self.limits)
         connection = await self._connect()
         self._last_number += 1
         number = self._last_number
@@ -442,14 +444,22 @@ def _check_limits(limits: Limits) -> None:
             raise UserError(f"sandbox limit {name} = {values[name]}: use at least {least:g}")
 
 
-def _encode_files(files: Mapping[str, FileEntry]) -> dict[bytes, FileEntry]:
+def _encode_files(files: Mapping[str, FileEntry], limits: Limits) -> dict[bytes, FileEntry]:
     encoded = {}
+    names = content = 0
     for name, entry in files.items():
         path = os.fsencode(name)
         check_path(path)
         if entry.kind not in ("file", "dir", "link"):
             raise ValueError(f"kind {entry.kind!r} of {name!r} is not file, dir or link")
         encoded[path] = entry
+        names += len(path)
+        content += len(entry.data)
+    # The server would refuse as well, but after a transfer without bounds.
+    if content > limits.disk_mb * 2**20 or names > MOST_NAME_BYTES:
+        raise SandboxError(
+            f"no space for {len(encoded)} files of {content} bytes: disk_mb is {limits.disk_mb}"
+        )
     return encoded
 
 

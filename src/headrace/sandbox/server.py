@@ -9,6 +9,7 @@ slow. It ends, and everything in it with it, when its provider does.
 import collections
 import contextlib
 import os
+import resource  # Also what os.wait4 loads on first use, when it would be out of reach.
 import select
 import signal
 import socket
@@ -75,10 +76,16 @@ class Server:
         """
         kernel.adopt_orphans()
         if self._launcher.isolated:
-            isolation.lock_in(self._config.limits, self._config.parent_pid)
+            script = isolation.limits_script(
+                self._config.limits, own_processes=self._launcher.own_processes
+            )
+            isolation.lock_in(script, self._config.parent_pid)
         else:
             isolation.drop_root()
         os.umask(0o022)
+        # Commands get their own, much lower limit of open files.
+        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
     def serve(self) -> None:
         """Answer requests until the provider closes its end or dies."""
@@ -327,7 +334,10 @@ def main() -> None:
     try:
         server.serve()
     finally:
-        # In a pid namespace the kernel would do it.
-        for pid in family(os.getpid())[1:]:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        # In namespaces the kernel does all this.
+        if config.workshop:
+            for pid in family(os.getpid())[1:]:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            with contextlib.suppress(OSError):
+                isolation.remove_box(config.workshop, isolated=False)

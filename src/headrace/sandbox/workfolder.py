@@ -13,6 +13,8 @@ from headrace.sandbox.types import FileEntry
 
 DEEPEST = 64
 """Folders below the work folder that are looked into; deeper ones are listed as empty."""
+MOST_NAME_BYTES = 16 * 2**20
+"""Bytes of all paths of a tree together."""
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _NEW_FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 # Without O_NONBLOCK, opening a named pipe would wait for its writer.
@@ -91,14 +93,16 @@ def _create(folder: int, name: bytes, entry: FileEntry) -> None:
 def read_tree(root: str, *, most_bytes: int) -> dict[bytes, FileEntry]:
     """Everything below the folder `root`, by relative path.
 
-    Pipes, sockets and device nodes get kind "other". Content beyond `most_bytes` in all (sparse
-    files can claim more than the disk holds) and content that cannot be read is left out.
+    Pipes, sockets and device nodes get kind "other". Left out are content beyond `most_bytes` in
+    all (sparse files can claim more than the disk holds), content that cannot be read, and entries
+    after the first MOST_NAME_BYTES of paths.
 
     Raises:
         OSError: `root` itself cannot be read.
     """
     found: dict[bytes, FileEntry] = {}
     remaining = most_bytes
+    names = MOST_NAME_BYTES
     waiting = [b""]
     while waiting:
         prefix = waiting.pop()
@@ -110,6 +114,9 @@ def read_tree(root: str, *, most_bytes: int) -> dict[bytes, FileEntry]:
                 raw = os.fsencode(name)
                 path = prefix + b"/" + raw if prefix else raw
                 entry = _read_entry(folder, raw, remaining)
+                names -= len(path)
+                if names < 0:
+                    return found
                 if entry is None:
                     continue
                 found[path] = entry
