@@ -9,7 +9,6 @@ import asyncio
 import contextlib
 import json
 import os
-import platform
 import time
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from headrace.cluster.local import LocalCluster, available_cores
 from headrace.cluster.types import WorkerDied, WorkerFailure
 from headrace.errors import UserError
 from headrace.observe.live import LiveView
+from headrace.observe.machine import describe_machine
 from headrace.observe.metrics import MetricsWriter
 from headrace.observe.report import write_report
 from headrace.observe.statistics import wilson
@@ -145,7 +145,12 @@ class _Run:
                 open_tasks(recipe, names, no_isolation=self.no_isolation)
             )
             self.view = stack.enter_context(
-                LiveView(recipe.name, [s.name for s in recipe.stages], self.dir)
+                LiveView(
+                    recipe.name,
+                    [s.name for s in recipe.stages],
+                    self.dir,
+                    budgets={s.name: s.seconds for s in recipe.stages if s.seconds},
+                )
             )
             self.evaluations = [
                 {"after": e.label, "low": e.low, "high": e.high, **e.detail}
@@ -358,7 +363,7 @@ class _Run:
                 "status": status,
                 "ended": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
                 "wall_s": time.monotonic() - self.started,
-                "machine": f"{platform.machine()}, {len(available_cores())} cores",
+                "machine": describe_machine(),
                 "stages": [
                     {"name": s.name, "wall_s": s.seconds, "result": s.result} for s in stages
                 ],

@@ -264,6 +264,7 @@ class _RlObserver:
             "wait_s": update.wait_s,
             "publish_s": update.publish_s,
             "step_s": seconds,
+            "train_tokens_per_s": update.metrics["trained_tokens"] / seconds,
             "trainer_busy": min(1.0, trained_s / seconds),
             "queue_groups": float(self.source.ready_groups),
             "rollouts_in_flight": float(self.source.in_flight),

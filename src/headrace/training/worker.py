@@ -135,9 +135,7 @@ class TrainerWorker:
             batch, self.rl, version=version, fresh=self.fresh, learning_rate=learning_rate
         )
         self.fresh = False
-        seconds = time.perf_counter() - started
-        metrics["train_tokens_per_s"] = sum(len(s) for s in batch) / seconds
-        metrics["update_s"] = seconds
+        metrics["update_s"] = time.perf_counter() - started
         return metrics
 
     def _do_save(
