@@ -11,6 +11,7 @@ import math
 import os
 import select
 import shutil
+import signal
 import stat
 
 from headrace.sandbox import kernel
@@ -190,7 +191,9 @@ def _move_into_pid_namespace(parent_pid: int) -> None:
         # A process that the provider forked may hold the socket open after the provider's death.
         while not poller.poll(_PARENT_CHECK_MS):
             if os.getppid() != parent_pid:
+                os.kill(child, signal.SIGKILL)
                 break
+        os.waitpid(child, 0)
     finally:
         os._exit(0)  # Takes the child along, see die_with_parent.
 
