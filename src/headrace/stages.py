@@ -168,10 +168,14 @@ async def run_agentic_rl(
         )
         progress = rl.Progress(
             step=recovery.step,
-            version=next_version(ledger),
             elapsed_s=float(ledger.get_state(f"seconds:{stage.name}", 0.0)),
         )
-        ledger.publish(stage.name, progress.version, progress.step, begin)
+        if recovery.version is not None:
+            # These weights were published before the crash; a new stamp would age what they made.
+            progress.version = recovery.version
+        else:
+            progress.version = next_version(ledger)
+            ledger.publish(stage.name, progress.version, progress.step, begin)
         await system.engine.load_weights(str(begin), progress.version)
 
         async def publish(progress: rl.Progress) -> None:

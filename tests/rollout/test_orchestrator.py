@@ -272,8 +272,10 @@ async def test_cut_gives_up_at_its_deadline(ledger):
     source.start()
     assert await source.cut(1, 0.02) is None
     await source.stop()
-    outcomes = ledger.outcome_counts("rl")
-    assert outcomes == {Outcome.CANCELLED: 8}
+    assert ledger.outcome_counts("rl") == {"open": 8}
+    ledger.stage_started("rl")
+    ledger.stage_finished("rl", 1.0)
+    assert ledger.outcome_counts("rl") == {Outcome.CANCELLED: 8}
 
 
 async def test_resume_replays_cut_batches_and_completes_groups(tmp_path):
@@ -310,9 +312,12 @@ async def test_resume_replays_cut_batches_and_completes_groups(tmp_path):
             cursor=1000,
         )
         source.resume(recovery)
+        assert source.replaying
         source.start()
         replayed = await source.cut(1, TIMEOUT)
+        assert second is not None
         assert replayed == second
+        assert not source.replaying
         ledger.commit_batch("rl", 1, 2)
         trained = {m.session_id for m in replayed.members}
         for index in range(2, 6):

@@ -10,6 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from headrace.engine import native
+
 
 class SlotCache:
     """KV storage: two tensors [layers, slots, Hkv, L + 1, d].
@@ -48,6 +50,12 @@ class SlotCache:
         # Row of (slot, head, position 0) in the flat views: [slots, Hkv, 1].
         self._slot_offsets = (torch.arange(slots * kv_heads) * self._stride).view(slots, -1, 1)
         self._columns = torch.arange(self._stride)
+        # The compiled kernel uses one core; with more threads torch's own attention splits the work.
+        self._native = (
+            native.load(dtype=dtype, kv_heads=kv_heads, head_dim=head_dim, stride=self._stride)
+            if torch.get_num_threads() == 1
+            else None
+        )
         self._fresh = False
         self._decoding = False
         self._flat = torch.empty(0, dtype=torch.int64)
@@ -64,6 +72,9 @@ class SlotCache:
         """
         n = positions.shape[0]
         self._decoding = True
+        if self._native is not None:
+            self._native.begin(positions.view(-1))
+            return
         self._view(0, n, longest)
         self._flat = (self._slot_offsets[:n] + positions[:, :, None]).view(-1)
         self._mask = self._visible(positions, longest)
@@ -100,6 +111,8 @@ class SlotCache:
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Store k and v [n, Hkv, T, d], return attention of q [n, H, T, d] over all held."""
+        if self._decoding and self._native is not None:
+            return self._native.attend(q, k, v, self._keys[layer], self._values[layer])
         keys, values = self._layer_keys[layer], self._layer_values[layer]
         batch, heads, _, dim = q.shape
         if self._decoding:

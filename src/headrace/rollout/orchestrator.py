@@ -164,6 +164,11 @@ class RolloutSource:
         self._ready.clear()
 
     @property
+    def replaying(self) -> bool:
+        """Whether batches wait that a crashed process had cut but not trained."""
+        return bool(self._replay)
+
+    @property
     def in_flight(self) -> int:
         """Rollouts running now."""
         return len(self._rollouts)

@@ -105,8 +105,8 @@ class RolloutRunner:
     async def run(self, ticket: Ticket) -> FinishedRollout:
         """Run one dispatched rollout to its end.
 
-        Never raises for what a task service does. A cancellation is recorded as
-        `Outcome.CANCELLED` and then raised again.
+        Never raises for what a task service does. After a cancellation the session stays open in
+        the ledger: the end of its stage or the next resume decides what becomes of it.
         """
         started = time.monotonic()
         self.in_flight += 1
@@ -125,7 +125,7 @@ class RolloutRunner:
             )
             result = await self._attempt(ticket, endpoint)
         except asyncio.CancelledError:
-            await self._close(ticket, RolloutResult(Outcome.CANCELLED, reason="cancelled"))
+            await self._gate.close_session(ticket.session_id)
             raise
         finally:
             self.in_flight -= 1

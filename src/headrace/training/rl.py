@@ -42,6 +42,11 @@ class Batch(Protocol):
 class BatchSource(Protocol):
     """Where batches come from."""
 
+    @property
+    def replaying(self) -> bool:
+        """Whether batches wait that a crashed process had cut; they train whatever the budget."""
+        ...
+
     async def cut(self, version: int, timeout_s: float) -> Batch | None:
         """A batch cut at `version`; None when none came within timeout_s seconds."""
         ...
@@ -115,7 +120,7 @@ async def train(
     """
     before = progress.elapsed_s
     started = time.monotonic()
-    while done_fraction(stage, progress) < 1.0:
+    while source.replaying or done_fraction(stage, progress) < 1.0:
         waited = time.monotonic()
         left = stage.seconds - progress.elapsed_s if stage.seconds is not None else 3600.0
         batch = await source.cut(progress.version, left)

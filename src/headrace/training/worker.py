@@ -20,7 +20,6 @@ from headrace.model.decoder import Decoder
 from headrace.training.batch import Sample
 from headrace.training.trainer import NonFiniteLossError, OptimizerConfig, RlConfig, Trainer
 
-
 _WORK = ("supervised", "rl", "save")
 """Methods whose time counts as training; loading a model or receiving data does not."""
 
