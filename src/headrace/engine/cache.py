@@ -10,8 +10,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from headrace.engine import native
-
 
 class SlotCache:
     """KV storage: two tensors [layers, slots, Hkv, L + 1, d].
@@ -39,23 +37,17 @@ class SlotCache:
     ) -> None:
         self.length = length
         self._kv_heads = kv_heads
-        self._stride = length + 1
-        shape = (layers, slots, kv_heads, self._stride, head_dim)
+        self.stride = length + 1
+        shape = (layers, slots, kv_heads, self.stride, head_dim)
         # Zeros, not empty: a masked position must still hold finite numbers. Pages that no
         # sequence ever reaches stay uncommitted.
-        self._keys = torch.zeros(shape, dtype=dtype)
-        self._values = torch.zeros(shape, dtype=dtype)
-        self._flat_keys = [layer.view(-1, head_dim) for layer in self._keys]
-        self._flat_values = [layer.view(-1, head_dim) for layer in self._values]
+        self.keys = torch.zeros(shape, dtype=dtype)
+        self.values = torch.zeros(shape, dtype=dtype)
+        self._flat_keys = [layer.view(-1, head_dim) for layer in self.keys]
+        self._flat_values = [layer.view(-1, head_dim) for layer in self.values]
         # Row of (slot, head, position 0) in the flat views: [slots, Hkv, 1].
-        self._slot_offsets = (torch.arange(slots * kv_heads) * self._stride).view(slots, -1, 1)
-        self._columns = torch.arange(self._stride)
-        # The compiled kernel uses one core; with more threads torch's own attention splits the work.
-        self._native = (
-            native.load(dtype=dtype, kv_heads=kv_heads, head_dim=head_dim, stride=self._stride)
-            if torch.get_num_threads() == 1
-            else None
-        )
+        self._slot_offsets = (torch.arange(slots * kv_heads) * self.stride).view(slots, -1, 1)
+        self._columns = torch.arange(self.stride)
         self._fresh = False
         self._decoding = False
         self._flat = torch.empty(0, dtype=torch.int64)
@@ -72,9 +64,6 @@ class SlotCache:
         """
         n = positions.shape[0]
         self._decoding = True
-        if self._native is not None:
-            self._native.begin(positions.view(-1))
-            return
         self._view(0, n, longest)
         self._flat = (self._slot_offsets[:n] + positions[:, :, None]).view(-1)
         self._mask = self._visible(positions, longest)
@@ -101,18 +90,16 @@ class SlotCache:
 
     def _view(self, first: int, count: int, longest: int) -> None:
         window = (slice(None), slice(first, first + count), slice(None), slice(0, longest))
-        self._layer_keys = list(self._keys[window].unbind(0))
-        self._layer_values = list(self._values[window].unbind(0))
+        self._layer_keys = list(self.keys[window].unbind(0))
+        self._layer_values = list(self.values[window].unbind(0))
 
     def _visible(self, positions: Tensor, longest: int) -> Tensor:
         """Additive mask [n, 1, T, longest]: a token sees the positions up to its own."""
         hidden = self._columns[:longest] > positions[:, None, :, None]
-        return torch.zeros(hidden.shape, dtype=self._keys.dtype).masked_fill_(hidden, -torch.inf)
+        return torch.zeros(hidden.shape, dtype=self.keys.dtype).masked_fill_(hidden, -torch.inf)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Store k and v [n, Hkv, T, d], return attention of q [n, H, T, d] over all held."""
-        if self._decoding and self._native is not None:
-            return self._native.attend(q, k, v, self._keys[layer], self._values[layer])
         keys, values = self._layer_keys[layer], self._layer_values[layer]
         batch, heads, _, dim = q.shape
         if self._decoding:
@@ -135,7 +122,7 @@ class SlotCache:
     def copy(self, source: int, target: int, length: int) -> None:
         """Copy the first `length` positions of one slot over another's."""
         if length:
-            for store in (self._keys, self._values):
+            for store in (self.keys, self.values):
                 store[:, target, :, :length] = store[:, source, :, :length]
 
     def swap(self, a: int, b: int, length_a: int, length_b: int) -> None:
@@ -144,12 +131,12 @@ class SlotCache:
             self.copy(a, b, length_a)
             self.copy(b, a, length_b)
             return
-        for store in (self._keys, self._values):
+        for store in (self.keys, self.values):
             held = store[:, a, :, :length_a].clone()
             store[:, a, :, :length_b] = store[:, b, :, :length_b]
             store[:, b, :, :length_a] = held
 
     def clear(self, slot: int) -> None:
         """Zero a slot. Needed after non-finite values were written: masks cannot hide NaN."""
-        self._keys[:, slot].zero_()
-        self._values[:, slot].zero_()
+        self.keys[:, slot].zero_()
+        self.values[:, slot].zero_()

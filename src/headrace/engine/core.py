@@ -25,6 +25,7 @@ import numpy.typing as npt
 import torch
 
 from headrace.engine.cache import SlotCache
+from headrace.engine.compiled import CompiledStep
 from headrace.engine.sampling import SamplingBatch
 from headrace.engine.types import EngineError, GenerationRequest, GenerationResult
 from headrace.model.checkpoint import load_weights_into
@@ -49,6 +50,7 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         prefill_tokens: most prompt tokens (padding included) computed per step, so that long
             prompts delay running requests by a bounded time.
         dtype: "float32" or "bfloat16", of weights and cache.
+        compiled: decode through the compiled step where model and machine allow it.
         seed: of the draws of requests without a seed of their own; None takes one from the OS.
     """
 
@@ -59,6 +61,7 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_waiting: int = 1024
     prefill_tokens: int = 512
     dtype: str = "float32"
+    compiled: bool = True
     seed: int | None = None
 
     def __post_init__(self) -> None:
@@ -197,6 +200,7 @@ class EngineCore:
             length=config.max_context,
             dtype=next(model.parameters()).dtype,
         )
+        self._compiled = CompiledStep.create(model, self._cache) if config.compiled else None
         slots = config.max_slots
         self._max_running = min(config.max_running, slots)
         self._live: list[_Live | None] = [None] * slots
@@ -320,6 +324,8 @@ class EngineCore:
             self._drop_held()
         if not all(bool(p.sum().isfinite()) for p in self.model.parameters()):
             self._poisoned = True
+        if self._compiled is not None:
+            self._compiled.repack()
         self._stats.version = version
         for live in self._live:
             if live is not None:
@@ -543,9 +549,13 @@ class EngineCore:
                 self._tokens[np.arange(n), self._held[:n]].astype(np.int64)
             )[:, None]
             self._positions = torch.from_numpy(self._held[:n].copy())[:, None]
-        self._cache.begin_decode(self._positions, int(self._held[:n].max()) + 1)
-        hidden = self.model(self._next_ids, self._positions, self._cache)
-        ids, logprobs = self._batch.sample(self.model.logits(hidden[:, 0]))
+        if self._compiled is not None:
+            logits = self._compiled(self._next_ids.view(-1), self._positions.view(-1))
+        else:
+            self._cache.begin_decode(self._positions, int(self._held[:n].max()) + 1)
+            hidden = self.model(self._next_ids, self._positions, self._cache)
+            logits = self.model.logits(hidden[:, 0])
+        ids, logprobs = self._batch.sample(logits)
         self._held[:n] += 1
         self._next_ids = ids[:, None]
         self._positions = self._positions + 1
