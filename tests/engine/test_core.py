@@ -1,5 +1,7 @@
 """The core against plain full forwards: what it generates, stamps, reuses and refuses."""
 
+import random
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +23,10 @@ from test_sampling import reference
 from transformers import LlamaForCausalLM
 
 from headrace.engine.core import EngineConfig, EngineCore, GenerationFailure
-from headrace.engine.types import EngineError, SamplingParams
+from headrace.engine.types import EngineError, GenerationResult, SamplingParams
 from headrace.errors import UserError
 from headrace.model.checkpoint import save_checkpoint
+from headrace.model.decoder import Decoder
 from headrace.rollout.types import FinishReason
 
 torch.set_num_threads(1)
@@ -35,6 +38,19 @@ class Clock:
 
     def __call__(self) -> float:
         return self.now
+
+
+def check_greedy(
+    prompt: Sequence[int], result: GenerationResult, weights: Mapping[int, Decoder]
+) -> None:
+    """Every token is the best one, with its logprob, under the weights its span names."""
+    written = list(prompt)
+    for span in result.spans:
+        for token, logprob in zip(span.ids, span.logprobs, strict=True):
+            row = full_logits(weights[span.weight_version], written)[-1].log_softmax(-1)
+            assert token == int(row.argmax())
+            assert logprob == pytest.approx(float(row[token]), abs=1e-4)
+            written.append(token)
 
 
 def test_greedy_equals_transformers_generate(tmp_path: Path) -> None:
@@ -59,15 +75,20 @@ def test_greedy_equals_transformers_generate(tmp_path: Path) -> None:
     assert [list(output(results[f"r{i}"])) for i in range(4)] == want.tolist()
 
 
+@pytest.mark.parametrize("compiled", [True, False])
 @pytest.mark.parametrize(
     ("kv_heads", "prefill_tokens", "max_slots"), [(2, 512, 8), (4, 16, 4), (1, 7, 3)]
 )
 def test_joining_and_leaving_at_any_step_changes_nothing(
-    kv_heads: int, prefill_tokens: int, max_slots: int
+    kv_heads: int, prefill_tokens: int, max_slots: int, compiled: bool
 ) -> None:
     model = tiny_model(num_kv_heads=kv_heads)
     core = new_core(
-        model, max_slots=max_slots, max_running=max_slots, prefill_tokens=prefill_tokens
+        model,
+        max_slots=max_slots,
+        max_running=max_slots,
+        prefill_tokens=prefill_tokens,
+        compiled=compiled,
     )
     shapes = [(5, 9), (40, 3), (1, 17), (23, 12), (60, 8), (2, 1), (31, 20), (12, 5), (33, 11)]
     pending = [
@@ -320,11 +341,12 @@ def test_retained_slots_give_way_oldest_first() -> None:
     assert core.stats().tokens_reused > start
 
 
-def test_update_mid_request_gives_two_spans_and_recomputes(tmp_path: Path) -> None:
+@pytest.mark.parametrize("compiled", [True, False])
+def test_update_mid_request_gives_two_spans_and_recomputes(tmp_path: Path, compiled: bool) -> None:
     old, new = tiny_model(0), tiny_model(1)
     save_checkpoint(new, tmp_path / "v7")
     model = tiny_model(0)
-    core = new_core(model, prefill_tokens=16, max_slots=6, max_running=4)
+    core = new_core(model, prefill_tokens=16, max_slots=6, max_running=4, compiled=compiled)
     core.add(ask("early", random_prompt(9, 30), max_tokens=3))
     drain(core)
     prompts = [random_prompt(i, 10 + 7 * i) for i in range(5)]
@@ -341,14 +363,7 @@ def test_update_mid_request_gives_two_spans_and_recomputes(tmp_path: Path) -> No
         spans = results[f"r{i}"].spans
         assert [s.weight_version for s in spans] in ([0, 7], [7], [0])
         split += len(spans) == 2
-        written = list(prompt)
-        for span in spans:
-            weights = old if span.weight_version == 0 else new
-            for token, logprob in zip(span.ids, span.logprobs, strict=True):
-                row = full_logits(weights, written)[-1].log_softmax(-1)
-                assert token == int(row.argmax())
-                assert logprob == pytest.approx(float(row[token]), abs=1e-4)
-                written.append(token)
+        check_greedy(prompt, results[f"r{i}"], {0: old, 7: new})
         assert len(output(results[f"r{i}"])) == 14
     assert split >= 2
     stats = core.stats()
@@ -360,6 +375,53 @@ def test_update_mid_request_gives_two_spans_and_recomputes(tmp_path: Path) -> No
     core.add(ask("again", (*random_prompt(9, 30), 1), max_tokens=3))
     assert output(drain(core)["again"]) == greedy_reference(new, (*random_prompt(9, 30), 1), 3)
     assert core.stats().tokens_reused == reused
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_random_histories_keep_every_promise(seed: int, tmp_path: Path) -> None:
+    """Arrivals (many extending earlier ones), aborts, updates and steps in random order."""
+    rng = random.Random(seed)
+    weights = {version: tiny_model(version) for version in range(3)}
+    for version, model in weights.items():
+        save_checkpoint(model, tmp_path / str(version))
+    slots = rng.randint(2, 6)
+    core = new_core(
+        tiny_model(0),
+        max_slots=slots,
+        max_running=rng.randint(1, slots),
+        prefill_tokens=rng.choice([5, 16, 64]),
+        compiled=seed % 2 == 0,
+    )
+    prompts: dict[str, tuple[int, ...]] = {}
+    results: dict[str, GenerationResult] = {}
+    histories = [random_prompt(i, rng.randint(1, 30)) for i in range(4)]
+    version = 0
+    for turn in range(90):
+        action = rng.random()
+        if action < 0.3 and len(prompts) < 22:
+            base = rng.choice(histories)
+            prompt = (*base[: rng.randint(1, len(base))], *random_prompt(turn, rng.randint(0, 5)))
+            prompts[f"r{turn}"] = prompt
+            core.add(ask(f"r{turn}", prompt, max_tokens=rng.randint(1, 12)))
+        elif action < 0.36 and prompts:
+            core.abort(rng.choice(list(prompts)))
+        elif action < 0.4 and version < 2:
+            version += 1
+            core.load_weights(str(tmp_path / str(version)), version)
+        else:
+            for ended in core.step():
+                assert isinstance(ended, GenerationResult)
+                results[ended.id] = ended
+                histories.append((*prompts[ended.id], *output(ended))[:80])
+    results |= drain(core)
+    assert set(results) == set(prompts)
+    for request_id, result in results.items():
+        check_greedy(prompts[request_id], result, weights)
+        versions = [span.weight_version for span in result.spans]
+        assert versions == sorted(set(versions))
+    stats = core.stats()
+    assert (stats.running, stats.waiting) == (0, 0)
+    assert stats.tokens_sampled == sum(len(output(r)) for r in results.values())
 
 
 def test_refused_weights_leave_the_old_ones(tmp_path: Path) -> None:
