@@ -231,6 +231,11 @@ class EngineCore:
         return self._stats.version
 
     @property
+    def compiled(self) -> bool:
+        """Whether decoding runs through the compiled step."""
+        return self._compiled is not None
+
+    @property
     def has_work(self) -> bool:
         """Whether `step` would do or return anything."""
         return bool(self._open) or bool(self._ended)

@@ -1,0 +1,176 @@
+"""Tokens per second of the engine and of transformers' `generate`, on the same random weights.
+
+Both sample at temperature 1 with one thread, one dtype, the same prompts and number of new tokens,
+prefill included. Rounds alternate, so that load from elsewhere hits both alike, and a ratio is the
+median over rounds of that round's times. The engine runs a second time without its compiled step,
+as on a machine that has no C compiler. Unsuffixed metrics are those of the quickstart's shape;
+`--smollm2` adds a model of SmolLM2-135M's shape (some minutes).
+"""
+
+import argparse
+import functools
+import json
+import statistics
+import tempfile
+import time
+from typing import Any
+
+import msgspec
+import torch
+from transformers.utils import logging
+
+from headrace.engine.core import EngineConfig, EngineCore, GenerationFailure
+from headrace.engine.types import GenerationRequest, SamplingParams
+from headrace.model.checkpoint import save_checkpoint
+from headrace.model.config import ModelConfig
+from headrace.model.decoder import Decoder
+from headrace.observe.machine import describe_machine
+
+CONCURRENCY = 16
+PROMPT, NEW = 64, 96
+
+
+def shape(
+    hidden: int, inner: int, layers: int, heads: int, kv_heads: int, vocab: int
+) -> ModelConfig:
+    """A llama with tied embeddings."""
+    return ModelConfig(
+        vocab_size=vocab,
+        hidden_size=hidden,
+        intermediate_size=inner,
+        num_layers=layers,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=hidden // heads,
+        max_positions=512,
+        tie_embeddings=True,
+    )
+
+
+SHAPES = {
+    "quickstart": shape(192, 512, 4, 6, 6, 512),
+    "medium": shape(384, 1024, 8, 6, 2, 8192),
+    "smollm2": shape(576, 1536, 30, 9, 3, 49152),
+}
+
+
+def new_prompts(vocab: int, seed: int) -> torch.Tensor:
+    """[CONCURRENCY, PROMPT] random ids, other ones each round, so that no prefix is ever reused."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(1, vocab, (CONCURRENCY, PROMPT), generator=generator)
+
+
+def run_engine(core: EngineCore, prompts: torch.Tensor, new: int) -> float:
+    """Seconds for the whole batch."""
+    sampling = SamplingParams(max_tokens=new)
+    began = time.perf_counter()
+    for i, prompt in enumerate(prompts.tolist()):
+        core.add(GenerationRequest(f"r{i}", tuple(prompt), sampling, timeout_s=600.0))
+    sampled = 0
+    while core.has_work:
+        for ended in core.step():
+            if isinstance(ended, GenerationFailure):
+                raise RuntimeError(ended.message)
+            sampled += sum(len(span.ids) for span in ended.spans)
+    took = time.perf_counter() - began
+    if sampled != len(prompts) * new:
+        raise RuntimeError(f"the engine sampled {sampled} tokens, not {len(prompts) * new}")
+    return took
+
+
+@torch.inference_mode()
+def run_transformers(model: Any, prompts: torch.Tensor, new: int) -> float:
+    """Seconds for the whole batch."""
+    began = time.perf_counter()
+    ids = model.generate(
+        prompts,
+        attention_mask=torch.ones_like(prompts),
+        max_new_tokens=new,
+        min_new_tokens=new,
+        do_sample=True,
+        temperature=1.0,
+        top_k=0,
+        pad_token_id=0,
+    )
+    took = time.perf_counter() - began
+    if ids.shape != (len(prompts), PROMPT + new):
+        raise RuntimeError(f"transformers returned {tuple(ids.shape)}")
+    return took
+
+
+def measure(config: ModelConfig, rounds: int, new: int) -> tuple[dict[str, float], bool]:
+    """Metrics of one model, and whether the compiled step was in use."""
+    from transformers import LlamaForCausalLM
+
+    model = Decoder(config, dtype=torch.float32)
+    model.init_weights(0)
+    with tempfile.TemporaryDirectory() as folder:
+        save_checkpoint(model, folder + "/model")
+        theirs = LlamaForCausalLM.from_pretrained(folder + "/model", dtype=torch.float32).eval()
+    sizes = EngineConfig(max_slots=CONCURRENCY, max_running=CONCURRENCY, max_context=PROMPT + NEW)
+    core = EngineCore(model, sizes)
+    plain = EngineCore(model, msgspec.structs.replace(sizes, compiled=False))
+    sides = {
+        "engine": functools.partial(run_engine, core),
+        "transformers": functools.partial(run_transformers, theirs),
+        "engine_without_compiler": functools.partial(run_engine, plain),
+    }
+    for i, run in enumerate(sides.values()):
+        run(new_prompts(config.vocab_size, -1 - i), 2)
+    seconds: dict[str, list[float]] = {name: [] for name in sides}
+    for i in range(rounds):
+        for name, run in sides.items():
+            seconds[name].append(run(new_prompts(config.vocab_size, i), new))
+    tokens = CONCURRENCY * new
+    metrics = {
+        f"{name}_tokens_per_s": tokens / statistics.median(times) for name, times in seconds.items()
+    }
+    for name, key in (("engine", ""), ("engine_without_compiler", "_without_compiler")):
+        ratios = [b / a for a, b in zip(seconds[name], seconds["transformers"], strict=True)]
+        metrics[f"ratio_vs_transformers_c16{key}"] = statistics.median(ratios)
+        metrics[f"ratio_lowest_round{key}"] = min(ratios)
+    return metrics, core.compiled
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", action="store_true", help="print one JSON object as last line")
+    parser.add_argument("--quick", action="store_true", help="fewer rounds")
+    parser.add_argument("--smollm2", action="store_true", help="also SmolLM2-135M's shape")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    logging.disable_progress_bar()
+    metrics: dict[str, float] = {}
+    notes = []
+    for name, config in SHAPES.items():
+        if name == "smollm2" and not options.smollm2:
+            continue
+        rounds = {"quickstart": 9, "medium": 5, "smollm2": 3}[name]
+        if options.quick:
+            rounds = {"quickstart": 5, "medium": 2, "smollm2": 1}[name]
+        new = NEW // 2 if name == "smollm2" else NEW
+        found, compiled = measure(config, rounds, new)
+        suffix = "" if name == "quickstart" else f"_{name}"
+        metrics |= {f"{key}{suffix}": round(value, 3) for key, value in found.items()}
+        notes.append(f"{name}: {'compiled step' if compiled else 'torch only'}, {rounds} rounds")
+        print(notes[-1], {key: round(value, 2) for key, value in found.items()}, flush=True)
+    report = {
+        "name": "engine_throughput",
+        "machine": describe_machine(),
+        "config": {
+            "concurrency": CONCURRENCY,
+            "prompt_tokens": PROMPT,
+            "new_tokens": NEW,
+            "dtype": "float32",
+            "threads": 1,
+            "quick": options.quick,
+        },
+        "metrics": metrics,
+        "notes": "; ".join(notes),
+    }
+    if options.json:
+        print(json.dumps(report))
+
+
+if __name__ == "__main__":
+    main()
