@@ -463,6 +463,26 @@ def test_non_finite_weights_fail_requests_and_leave_no_trace(tmp_path: Path) -> 
         assert output(results[f"t{i}"]) == want
 
 
+def test_what_an_aborted_request_wrote_under_broken_weights_is_gone(tmp_path: Path) -> None:
+    broken = tiny_model(1)
+    with torch.no_grad():
+        broken.embed.weight.fill_(float("nan"))
+    save_checkpoint(broken, tmp_path / "bad")
+    save_checkpoint(tiny_model(2), tmp_path / "good")
+    # Torch attends over masked positions too, so it is the one that stale NaN could reach.
+    core = new_core(tiny_model(), prefill_tokens=40, compiled=False)
+    core.load_weights(str(tmp_path / "bad"), 1)
+    core.add(ask("r", random_prompt(0, 60)))
+    assert core.step() == []
+    core.abort("r")
+    core.load_weights(str(tmp_path / "good"), 2)
+    core.add(ask("short", random_prompt(1, 4)))
+    core.add(ask("long", random_prompt(2, 39)))
+    results = drain(core)
+    assert output(results["short"]) == greedy_reference(tiny_model(2), random_prompt(1, 4), 8)
+    assert output(results["long"]) == greedy_reference(tiny_model(2), random_prompt(2, 39), 8)
+
+
 def test_sizes_are_checked() -> None:
     with pytest.raises(ValueError, match="positions"):
         EngineCore(tiny_model(), EngineConfig(max_context=257))
