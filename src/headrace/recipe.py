@@ -175,7 +175,9 @@ class StageTable(Table):
     seconds: Seconds | None = None
     """Wall-clock budget; the stage ends when it is used up."""
     learning_rate: Annotated[float, Field(gt=0.0)]
-    """Peak learning rate of AdamW."""
+    """Peak learning rate."""
+    optimizer: Literal["adamw", "muon"] = "adamw"
+    """"muon" orthogonalises the updates of matrices inside layers; the rest stays with AdamW."""
     weight_decay: Annotated[float, Field(ge=0.0)] = 0.0
     """Decoupled weight decay on matrices."""
     grad_clip: Annotated[float, Field(gt=0.0)] = 1.0
@@ -203,7 +205,7 @@ class SftStage(StageTable):
     """Weight of the loss on tokens the model does not write (helps a model that starts from nothing
     to learn the language); 0 trains on assistant tokens only."""
     learning_rate: Annotated[float, Field(gt=0.0)] = 2e-3
-    """Peak learning rate of AdamW."""
+    """Peak learning rate."""
     warmup_steps: Annotated[int, Field(ge=0)] = 20
     """Steps of linear warm-up; afterwards the rate falls linearly to 5% at the budget's end."""
     threads: Positive | None = None
@@ -248,7 +250,7 @@ class AgenticRlStage(StageTable):
     advantage_std: bool = False
     """Divide advantages by the group's standard deviation (off in eq. 3)."""
     learning_rate: Annotated[float, Field(gt=0.0)] = 2e-4
-    """Learning rate of AdamW after the warm-up."""
+    """Learning rate after the warm-up."""
     final_learning_rate: Fraction = 1.0
     """Share of learning_rate that is left at the end of the budget; the fall is linear."""
     warmup_updates: Annotated[int, Field(ge=0)] = 0

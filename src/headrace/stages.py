@@ -339,4 +339,5 @@ def _optimizer(stage: Stage) -> dict[str, Any]:
         "grad_clip": stage.grad_clip,
         "micro_tokens": stage.micro_tokens,
         "bfloat16": stage.dtype == "bfloat16",
+        "muon": stage.optimizer == "muon",
     }

@@ -1,4 +1,4 @@
-"""One optimizer step at a time: a model, AdamW and the objectives, on this process's threads.
+"""One optimizer step at a time: a model, its optimizers and the objectives, in this process.
 
 The trainer knows token sequences, weights and advantages. It does not know where they came from,
 nor when to stop. Whatever the micro-batching, a step's loss and gradient are the whole batch's
@@ -19,6 +19,7 @@ from headrace.model.checkpoint import save_checkpoint
 from headrace.model.decoder import Decoder
 from headrace.objectives.double_sided_is import double_sided_is
 from headrace.objectives.language_model import token_logprobs, weighted_nll
+from headrace.optim.muon import Muon, matrix_blocks
 from headrace.training.batch import Sample, micro_batches
 
 
@@ -32,6 +33,7 @@ class OptimizerConfig(NamedTuple):
     grad_clip: float = 1.0
     micro_tokens: int = 8192
     bfloat16: bool = False
+    muon: bool = False
 
 
 class RlConfig(NamedTuple):
@@ -69,17 +71,7 @@ class Trainer:
         self.model = model
         self.config = config
         model.train()
-        matrices = [p for p in model.parameters() if p.dim() >= 2]
-        vectors = [p for p in model.parameters() if p.dim() < 2]
-        self.optimizer = torch.optim.AdamW(
-            [
-                {"params": matrices, "weight_decay": config.weight_decay},
-                {"params": vectors, "weight_decay": 0.0},
-            ],
-            lr=config.learning_rate,
-            betas=(config.beta1, config.beta2),
-            fused=True,
-        )
+        self.optimizers = _optimizers(model, config)
         self.steps = 0
 
     # -- steps ------------------------------------------------------------------------------
@@ -192,14 +184,16 @@ class Trainer:
 
     def reset_optimizer(self) -> None:
         """Forget all optimizer state (paper section 4.1.1: after each publication)."""
-        self.optimizer.state.clear()
+        for optimizer in self.optimizers:
+            optimizer.state.clear()
 
     def save(self, path: Path, *, tokenizer_from: Path | None, optimizer: bool) -> None:
         """Write a checkpoint directory, whole or not at all; `optimizer` adds its state beside."""
         save_checkpoint(self.model, path, tokenizer_from=tokenizer_from)
         if optimizer:
             temporary = path / "trainer.pt.tmp"
-            torch.save({"optimizer": self.optimizer.state_dict(), "steps": self.steps}, temporary)
+            states = [optimizer.state_dict() for optimizer in self.optimizers]
+            torch.save({"optimizers": states, "steps": self.steps}, temporary)
             temporary.replace(path / "trainer.pt")
 
     def restore_optimizer(self, path: Path) -> bool:
@@ -208,7 +202,8 @@ class Trainer:
         if not file.is_file():
             return False
         state = torch.load(file, weights_only=True)
-        self.optimizer.load_state_dict(state["optimizer"])
+        for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
+            optimizer.load_state_dict(saved)
         self.steps = int(state["steps"])
         return True
 
@@ -233,17 +228,40 @@ class Trainer:
         """Clip, step and clear; refuses non-finite numbers before they reach the weights."""
         norm = float(torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.grad_clip))
         if not (math.isfinite(loss) and math.isfinite(norm)):
-            self.optimizer.zero_grad(set_to_none=True)
+            self.model.zero_grad(set_to_none=True)
             raise NonFiniteLossError(
                 f"step {self.steps}: loss {loss}, gradient norm {norm}; weights unchanged"
             )
-        if learning_rate is not None:
-            for group in self.optimizer.param_groups:
-                group["lr"] = learning_rate
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
+        for optimizer in self.optimizers:
+            if learning_rate is not None:
+                for group in optimizer.param_groups:
+                    group["lr"] = learning_rate
+            optimizer.step()
+        self.model.zero_grad(set_to_none=True)
         self.steps += 1
         return norm
+
+
+def _optimizers(model: Decoder, config: OptimizerConfig) -> list[torch.optim.Optimizer]:
+    """AdamW, or Muon for the matrices inside the layers and AdamW for the rest."""
+    blocks = matrix_blocks(model) if config.muon else []
+    taken = {parameter for parameter, _ in blocks}
+    rest = [p for p in model.parameters() if p not in taken]
+    adamw = torch.optim.AdamW(
+        [
+            {
+                "params": [p for p in rest if p.dim() >= 2],
+                "weight_decay": config.weight_decay,
+            },
+            {"params": [p for p in rest if p.dim() < 2], "weight_decay": 0.0},
+        ],
+        lr=config.learning_rate,
+        betas=(config.beta1, config.beta2),
+        fused=True,
+    )
+    if not blocks:
+        return [adamw]
+    return [Muon(blocks, config.learning_rate, weight_decay=config.weight_decay), adamw]
 
 
 def _pad(samples: Sequence[Sample]) -> _Rows:
