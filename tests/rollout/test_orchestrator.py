@@ -315,7 +315,7 @@ async def test_resume_replays_cut_batches_and_completes_groups(tmp_path):
         assert source.replaying
         source.start()
         replayed = await source.cut(1, TIMEOUT)
-        assert second is not None
+        assert replayed is not None
         assert replayed == second
         assert not source.replaying
         ledger.commit_batch("rl", 1, 2)

@@ -153,7 +153,7 @@ def test_rl_raises_good_and_lowers_bad_and_reports_the_mismatch():
 def test_repeating_a_sample_equals_its_multiplicity():
     t, u = trainer(), trainer()
     samples = rollouts(t)[1:2]
-    single = [msg for msg in rollouts(t)[1:2]]
+    single = rollouts(t)[1:2]
     halved = Sample(
         single[0].ids,
         (np.frombuffer(single[0].weights, "<f4") / 2).astype("<f4").tobytes(),

@@ -90,7 +90,7 @@ class Muon(torch.optim.Optimizer):
     ) -> None:
         defaults = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}
         super().__init__([parameter for parameter, _ in blocks], defaults)
-        self._rows = {parameter: rows for parameter, rows in blocks}
+        self._rows = dict(blocks)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
