@@ -116,47 +116,57 @@ def recipe_of(arguments: argparse.Namespace, mode: str) -> Recipe:
     )
 
 
-async def measure(arguments: argparse.Namespace, mode: str, folder: Path) -> dict[str, float]:
+async def create_model(arguments: argparse.Namespace, folder: Path) -> Path:
+    """A checkpoint with random weights that both modes start from."""
+    tokenizer = train_tokenizer(["item result 0 1 2 3 4 5 6 7 8 9"] * 20, 320)
+    tokenizer.save(folder / "tokenizer")
+    init = recipe_of(arguments, "sync").model.init
+    assert init is not None
+    cluster = LocalCluster()
+    try:
+        cores = available_cores()
+        async with open_trainer(cluster, "initialiser", cores[:1], 1, folder) as worker:
+            config = {
+                "vocab_size": tokenizer.vocab_size,
+                "hidden_size": init.hidden_size,
+                "intermediate_size": init.intermediate_size,
+                "num_layers": init.num_layers,
+                "num_heads": init.num_heads,
+                "num_kv_heads": init.num_kv_heads,
+                "head_dim": init.hidden_size // init.num_heads,
+                "max_positions": init.max_positions,
+                "tie_embeddings": True,
+                "family": "llama",
+            }
+            payload = {
+                "config": config,
+                "seed": 0,
+                "path": str(folder / "start"),
+                "tokenizer": str(folder / "tokenizer"),
+            }
+            await worker.request("create", payload)
+    finally:
+        await cluster.close()
+    return folder / "start"
+
+
+async def measure(
+    arguments: argparse.Namespace, mode: str, start: Path, folder: Path
+) -> dict[str, float]:
     """Run one mode; returns wall clock, busy times and trained trajectories."""
     recipe = recipe_of(arguments, mode)
     stage = recipe.stages[0]
     assert isinstance(stage, AgenticRlStage)
-    tokenizer = train_tokenizer(["item result 0 1 2 3 4 5 6 7 8 9"] * 20, 320)
-    tokenizer.save(folder / "tokenizer")
     task = WaitingTask(arguments.median, arguments.sigma)
     cluster = LocalCluster()
     rows: list[tuple[float, dict[str, float]]] = []
     with Ledger.create(folder) as ledger:
         try:
-            cores = available_cores()
-            async with open_trainer(cluster, "initialiser", cores[:1], 1, folder) as worker:
-                init = recipe.model.init
-                assert init is not None
-                await worker.request(
-                    "create",
-                    {
-                        "config": {
-                            "vocab_size": tokenizer.vocab_size,
-                            "hidden_size": init.hidden_size,
-                            "intermediate_size": init.intermediate_size,
-                            "num_layers": init.num_layers,
-                            "num_heads": init.num_heads,
-                            "num_kv_heads": init.num_kv_heads,
-                            "head_dim": init.hidden_size // init.num_heads,
-                            "max_positions": init.max_positions,
-                            "tie_embeddings": True,
-                            "family": "llama",
-                        },
-                        "seed": 0,
-                        "path": str(folder / "start"),
-                        "tokenizer": str(folder / "tokenizer"),
-                    },
-                )
             ledger.stage_started(stage.name)
             async with open_system(
                 recipe,
                 cluster=cluster,
-                checkpoint=folder / "start",
+                checkpoint=start,
                 version=next_version(ledger),
                 tasks={task.name: task},
                 ledger=ledger,
@@ -174,7 +184,7 @@ async def measure(arguments: argparse.Namespace, mode: str, folder: Path) -> dic
                     progress=lambda _: None,
                     message=lambda _: None,
                 )
-                await run_agentic_rl(context, stage, folder / "start", folder / "end")
+                await run_agentic_rl(context, stage, start, folder / "end")
                 after = await system.engine.stats()
             dispatched = min(s.dispatched_at for s in ledger.sessions(stage=stage.name))
             wall = rows[-1][0] - dispatched
@@ -206,9 +216,12 @@ def main() -> None:
         arguments.updates, arguments.median = 4, 0.25
     results: dict[str, dict[str, float]] = {}
     with tempfile.TemporaryDirectory(prefix="headrace-bench-") as folder:
+        root = Path(folder)
+        (root / "logs").mkdir()
+        start = uvloop.run(create_model(arguments, root))
         for mode in ("sync", "async"):
-            (Path(folder) / mode / "logs").mkdir(parents=True)
-            results[mode] = uvloop.run(measure(arguments, mode, Path(folder) / mode))
+            (root / mode / "logs").mkdir(parents=True)
+            results[mode] = uvloop.run(measure(arguments, mode, start, root / mode))
             if not arguments.json:
                 print(mode, {k: round(v, 2) for k, v in results[mode].items()}, flush=True)
     sync, asynchronous = results["sync"], results["async"]

@@ -14,7 +14,7 @@ import msgspec
 from headrace.cluster.local import LocalCluster, available_cores
 from headrace.cluster.types import Cluster, WorkerSpec
 from headrace.engine.client import ProcessEngine
-from headrace.engine.core import EngineConfig
+from headrace.engine.config import EngineConfig
 from headrace.errors import UserError
 from headrace.gateway.server import GatewayServer
 from headrace.gateway.sessions import Gateway
