@@ -18,7 +18,7 @@ from rich.markup import escape
 
 from headrace.cluster.local import LocalCluster, available_cores
 from headrace.engine.client import ProcessEngine
-from headrace.engine.core import EngineConfig
+from headrace.engine.config import EngineConfig
 from headrace.errors import UserError
 from headrace.gateway.protocol import ApiError, ChatRequest
 from headrace.gateway.server import GatewayServer

@@ -12,8 +12,9 @@ from engine_harness import VOCAB, ask, greedy_reference, new_core, output, rando
 
 from headrace.cluster.local import LocalCluster
 from headrace.cluster.types import WorkerDied
-from headrace.engine.client import LocalEngine, ProcessEngine
+from headrace.engine.client import ProcessEngine
 from headrace.engine.core import EngineConfig
+from headrace.engine.local import LocalEngine
 from headrace.engine.types import EngineError
 from headrace.errors import UserError
 from headrace.model.checkpoint import save_checkpoint

@@ -1,14 +1,11 @@
-"""Engines as the rest of the system holds them: asyncio clients of an `EngineWorker`.
+"""The engine as the rest of the system holds it: an asyncio client of an `EngineWorker`.
 
 `ProcessEngine` runs the worker in its own process, restarts it when it dies and resubmits what was
-in flight from its untouched prompt, so a killed engine costs time and never a request.
-`LocalEngine` runs the same worker in a thread of this process, for tests and small tools.
+in flight from its untouched prompt, so a killed engine costs time and never a request. This module
+does not import torch: the process that holds it starts many commands and must stay small.
 """
 
 import asyncio
-import contextlib
-import queue
-import threading
 import time
 from typing import Any
 
@@ -16,29 +13,27 @@ import msgspec
 
 from headrace.cluster.types import (
     Cluster,
-    Request,
     WorkerDied,
     WorkerFailure,
     WorkerHandle,
     WorkerSpec,
 )
-from headrace.engine.core import EngineConfig, EngineCore
+from headrace.engine.config import USER_ERROR, EngineConfig
 from headrace.engine.types import EngineError, GenerationRequest, GenerationResult
-from headrace.engine.worker import USER_ERROR, EngineWorker
 from headrace.errors import UserError
 from headrace.rollout.types import FinishReason
 
-_ANSWER_GRACE_S = 60.0
+ANSWER_GRACE_S = 60.0
 """An engine that answers this much after a request's deadline is hung, not slow."""
 
 
-def _refusal(failure: WorkerFailure) -> Exception:
+def refusal(failure: WorkerFailure) -> Exception:
     if failure.code == USER_ERROR:
         return UserError(failure.message)
     return EngineError(failure.code, failure.message)
 
 
-class _Client:
+class WorkerClient:
     """What both engines share: one call at a time is mapped to one worker request."""
 
     def __init__(self, *, version: int, max_context: int) -> None:
@@ -61,14 +56,14 @@ class _Client:
 
     async def stats(self) -> dict[str, Any]:
         """`EngineStats` as a dict, plus "max_context" and "pid"."""
-        return await self._call("stats", {}, _ANSWER_GRACE_S)
+        return await self._call("stats", {}, ANSWER_GRACE_S)
 
     async def abort(self, request_id: str) -> None:
         """See `EngineClient.abort`."""
-        await self._call("abort", {"id": request_id}, _ANSWER_GRACE_S)
+        await self._call("abort", {"id": request_id}, ANSWER_GRACE_S)
 
 
-class ProcessEngine(_Client):
+class ProcessEngine(WorkerClient):
     """An engine in its own process.
 
     Args:
@@ -168,7 +163,7 @@ class ProcessEngine(_Client):
             await handle.request("stats", timeout_s=self._start_timeout_s)
         except WorkerFailure as failure:
             await handle.stop()
-            raise _refusal(failure) from failure
+            raise refusal(failure) from failure
         except (WorkerDied, TimeoutError) as error:
             await handle.stop(grace_s=0.0)
             raise EngineError(
@@ -187,7 +182,7 @@ class ProcessEngine(_Client):
             try:
                 return await handle.request(method, payload, timeout_s=timeout_s)
             except WorkerFailure as failure:
-                raise _refusal(failure) from failure
+                raise refusal(failure) from failure
             except WorkerDied:
                 continue
             except TimeoutError:
@@ -232,9 +227,9 @@ class ProcessEngine(_Client):
                 return _empty(request.id, FinishReason.DEADLINE, elapsed)
             payload = msgspec.to_builtins(msgspec.structs.replace(request, timeout_s=left))
             try:
-                result = await handle.request("generate", payload, timeout_s=left + _ANSWER_GRACE_S)
+                result = await handle.request("generate", payload, timeout_s=left + ANSWER_GRACE_S)
             except WorkerFailure as failure:
-                raise _refusal(failure) from failure
+                raise refusal(failure) from failure
             except (WorkerDied, TimeoutError):
                 continue
             generated = msgspec.convert(result, GenerationResult)
@@ -250,7 +245,7 @@ class ProcessEngine(_Client):
 
     async def _give_up(self, handle: WorkerHandle, request_id: str) -> None:
         try:
-            await handle.request("abort", {"id": request_id}, timeout_s=_ANSWER_GRACE_S)
+            await handle.request("abort", {"id": request_id}, timeout_s=ANSWER_GRACE_S)
         except (WorkerDied, WorkerFailure, TimeoutError):
             return
 
@@ -277,123 +272,3 @@ class ProcessEngine(_Client):
 
 def _empty(request_id: str, reason: FinishReason, elapsed_s: float) -> GenerationResult:
     return GenerationResult(request_id, (), reason, queue_s=elapsed_s, total_s=elapsed_s)
-
-
-class _ThreadConnection:
-    """A worker connection whose caller is an event loop of the same process."""
-
-    def __init__(self, loop: asyncio.AbstractEventLoop, limit: int) -> None:
-        self.closed = False
-        self._loop = loop
-        self._requests: queue.Queue[Request | None] = queue.Queue(limit)
-        self._open: dict[int, asyncio.Future[Any]] = {}
-        self._next_id = 0
-
-    # The loop's side.
-
-    def send(self, method: str, payload: dict[str, Any]) -> "asyncio.Future[Any]":
-        self._next_id += 1
-        future: asyncio.Future[Any] = self._loop.create_future()
-        try:
-            self._requests.put_nowait(Request(self._next_id, method, payload))
-        except queue.Full:
-            raise EngineError(EngineError.OVERLOADED, "too many calls are open") from None
-        self._open[self._next_id] = future
-        return future
-
-    def hang_up(self) -> None:
-        self.closed = True
-        # A full queue means the worker is not idle, so nothing needs to wake it.
-        with contextlib.suppress(queue.Full):
-            self._requests.put_nowait(None)
-
-    def end(self, error: Exception) -> None:
-        """Fail everything open."""
-        self.closed = True
-        for future in self._open.values():
-            if not future.done():
-                future.set_exception(error)
-        self._open.clear()
-
-    # The worker's side.
-
-    def poll(self, timeout_s: float) -> Request | None:
-        try:
-            if timeout_s <= 0:
-                return self._requests.get_nowait()
-            return self._requests.get(timeout=timeout_s)
-        except queue.Empty:
-            return None
-
-    def reply(self, request_id: int, result: Any = None) -> None:
-        self._loop.call_soon_threadsafe(self._settle, request_id, result, None)
-
-    def fail(self, request_id: int, code: str, message: str) -> None:
-        failure = WorkerFailure(code, message)
-        self._loop.call_soon_threadsafe(self._settle, request_id, None, failure)
-
-    def _settle(self, request_id: int, result: Any, error: Exception | None) -> None:
-        future = self._open.pop(request_id, None)
-        if future is None or future.done():
-            return
-        if error is not None:
-            future.set_exception(error)
-        else:
-            future.set_result(result)
-
-
-class LocalEngine(_Client):
-    """An engine in a thread of this process. Construct it inside a running event loop.
-
-    Args:
-        core: the engine; this client is its only driver from now on.
-    """
-
-    def __init__(self, core: EngineCore) -> None:
-        super().__init__(version=core.version, max_context=core.config.max_context)
-        self._loop = asyncio.get_running_loop()
-        limit = 2 * (core.config.max_waiting + core.config.max_running) + 64
-        self._connection = _ThreadConnection(self._loop, limit)
-        self._worker = EngineWorker(self._connection, core=core)
-        self._thread = threading.Thread(target=self._run, name=core.config.engine_id, daemon=True)
-        self._thread.start()
-
-    def _run(self) -> None:
-        error: Exception = EngineError(EngineError.CLOSED, "the engine is closed")
-        try:
-            self._worker.run()
-        except Exception as crash:
-            error = EngineError(EngineError.FAILED, f"the engine crashed: {crash!r}")
-            error.__cause__ = crash
-        if not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self._connection.end, error)
-
-    async def _call(self, method: str, payload: dict[str, Any], timeout_s: float) -> Any:
-        if self._connection.closed:
-            raise EngineError(EngineError.CLOSED, "the engine is closed")
-        try:
-            return await asyncio.wait_for(self._connection.send(method, payload), timeout_s)
-        except WorkerFailure as failure:
-            raise _refusal(failure) from failure
-
-    async def generate(self, request: GenerationRequest) -> GenerationResult:
-        """See `EngineClient.generate`."""
-        payload = msgspec.to_builtins(request)
-        try:
-            result = await self._call("generate", payload, request.timeout_s + _ANSWER_GRACE_S)
-        except asyncio.CancelledError:
-            if not self._connection.closed:
-                self._connection.send("abort", {"id": request.id})
-            raise
-        return msgspec.convert(result, GenerationResult)
-
-    async def load_weights(self, path: str, version: int) -> None:
-        """See `EngineClient.load_weights`."""
-        async with self._loading:
-            await self._call("load_weights", {"path": path, "version": version}, 600.0)
-            self._version = version
-
-    async def close(self) -> None:
-        """Stop the thread after its present step. Open requests fail with CLOSED."""
-        self._connection.hang_up()
-        await asyncio.to_thread(self._thread.join, _ANSWER_GRACE_S)

@@ -2,6 +2,9 @@
 
 import msgspec
 
+USER_ERROR = "user_error"
+"""Failure code whose message is a `UserError`'s."""
+
 
 class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Sizes of an engine.

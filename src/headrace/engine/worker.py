@@ -12,13 +12,12 @@ import msgspec
 import torch
 
 from headrace.cluster.types import Request
-from headrace.engine.core import EngineConfig, EngineCore, GenerationFailure
+from headrace.engine.config import USER_ERROR, EngineConfig
+from headrace.engine.core import EngineCore, GenerationFailure
 from headrace.engine.types import EngineError, GenerationRequest, GenerationResult
 from headrace.errors import UserError
 from headrace.model.checkpoint import load_checkpoint
 
-USER_ERROR = "user_error"
-"""Failure code whose message is a `UserError`'s."""
 _IDLE_POLL_S = 1.0
 _CALLER_WAIT_S = 60.0
 
