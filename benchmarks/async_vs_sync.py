@@ -213,7 +213,7 @@ def main() -> None:
     parser.add_argument("--max-tokens", type=int, default=24)
     arguments = parser.parse_args()
     if arguments.quick:
-        arguments.updates, arguments.median = 4, 0.25
+        arguments.updates, arguments.median = 3, 0.25
     results: dict[str, dict[str, float]] = {}
     with tempfile.TemporaryDirectory(prefix="headrace-bench-") as folder:
         root = Path(folder)
