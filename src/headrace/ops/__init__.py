@@ -1,0 +1,32 @@
+"""Ops with one contract each and several backends: attention, selection, experts, cross-entropy.
+
+Call the functions; `use("reference")` or HEADRACE_OPS=reference picks a backend, and
+`headrace doctor --ops` checks all of them on this machine.
+"""
+
+from headrace.ops import reference
+from headrace.ops.functions import (
+    dense_attention,
+    grouped_matmul,
+    indexer_scores,
+    linear_cross_entropy,
+    select_topk,
+    sparse_latent_attention,
+)
+from headrace.ops.layout import Layout
+from headrace.ops.registry import OpFallbackWarning, register, resolve, use
+
+__all__ = [
+    "Layout",
+    "OpFallbackWarning",
+    "dense_attention",
+    "grouped_matmul",
+    "indexer_scores",
+    "linear_cross_entropy",
+    "reference",
+    "register",
+    "resolve",
+    "select_topk",
+    "sparse_latent_attention",
+    "use",
+]

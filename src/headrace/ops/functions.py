@@ -1,0 +1,289 @@
+"""The ops as the rest of headrace calls them: arguments checked, then handed to a backend.
+
+Shapes: S query rows, T key rows, H heads, K selected keys. A `Layout` says which rows belong to
+which sequence. Inputs are float32 or bfloat16; float64 is computed by the reference. Under
+autocast, what a matmul would cast is cast here.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from headrace.ops.layout import Layout
+from headrace.ops.registry import REFERENCE, REGISTRY
+
+CHUNK_ELEMENTS = 1 << 25
+"""Most logits (rows times vocabulary) alive at once: 128 MiB in float32."""
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float64)
+
+
+def select_topk(q: Tensor, weights: Tensor, k: Tensor, layout: Layout, topk: int) -> Tensor:
+    """The keys each query attends to: the best by indexer score, exactly.
+
+    The score of query s and key j is sum_h weights[s, h] * relu(q[s, h] . k[j]) in float32. It
+    depends on these two rows only, bit for bit, so a selection does not change with padding,
+    chunking or batching. Equal scores go to the lower index; NaN ranks last. No gradient.
+    Source: DeepSeek-V3.2 report, eq. 1 (lightning indexer).
+
+    Args:
+        q: [S, HI, di].
+        weights: [S, HI] float32, with every scale factor folded in; may be negative.
+        k: [T, di], same dtype as q.
+        layout: which keys a query may see.
+        topk: how many to choose, >= 1.
+
+    Returns:
+        int32 [S, topk]: key rows in ascending order, then -1 where fewer are visible.
+
+    Raises:
+        ValueError: shapes, dtypes or layout do not fit.
+    """
+    if q.dim() != 3 or k.dim() != 2 or q.shape[2] != k.shape[1] or weights.shape != q.shape[:2]:
+        raise _misfit(q=q, weights=weights, k=k)
+    if topk < 1:
+        raise ValueError(f"topk {topk} must be at least 1")
+    _check_dtypes(q=q, k=k)
+    _check_weights(weights, q)
+    _check_layout(layout, q, k)
+    with torch.no_grad(), _without_autocast(q):
+        return _resolve("select_topk", q)(q.detach(), weights.detach(), k.detach(), layout, topk)
+
+
+def indexer_scores(q: Tensor, weights: Tensor, k: Tensor, indices: Tensor) -> Tensor:
+    """Indexer scores of selected keys, differentiable in q, weights and k.
+
+    Args:
+        q: [S, HI, di].
+        weights: [S, HI] float32, scale factors folded in.
+        k: [T, di], same dtype as q.
+        indices: int32 [S, K], key rows or -1.
+
+    Returns:
+        float32 [S, K]; -inf where the index is -1.
+
+    Raises:
+        ValueError: shapes or dtypes do not fit, or an index is out of range.
+    """
+    if q.dim() != 3 or k.dim() != 2 or q.shape[2] != k.shape[1] or weights.shape != q.shape[:2]:
+        raise _misfit(q=q, weights=weights, k=k)
+    _check_dtypes(q=q, k=k)
+    _check_weights(weights, q)
+    _check_indices(indices, q, k)
+    with _without_autocast(q):
+        return _resolve("indexer_scores", q)(q, weights, k, indices)
+
+
+def sparse_latent_attention(
+    q: Tensor,
+    kv: Tensor,
+    indices: Tensor,
+    *,
+    scale: float,
+    value_dim: int,
+    want_mass: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """Attention of every head to selected rows of one shared latent, differentiable in q and kv.
+
+    out[s, h] = softmax_k(scale * q[s, h] . kv[i]) @ kv[i][:value_dim] with i = indices[s], softmax
+    in float32. This is absorbed multi-latent attention: the row is latent and rotary key in one.
+    Source: DeepSeek-V2, arXiv 2405.04434, section 2.1.
+
+    Args:
+        q: [S, H, C].
+        kv: [T, C], same dtype as q.
+        indices: int32 [S, K], key rows or -1, which is ignored.
+        scale: factor on the scores.
+        value_dim: leading part of a row that is its value, 1 <= value_dim <= C.
+        want_mass: also return how much each selected key was attended to.
+
+    Returns:
+        out [S, H, value_dim] in q's dtype, zero where a row has no index; and mass float32 [S, K],
+        the probabilities summed over heads, without gradient (None unless wanted).
+
+    Raises:
+        ValueError: shapes or dtypes do not fit, or an index is out of range.
+    """
+    q, kv = _autocast(q, kv)
+    if q.dim() != 3 or kv.dim() != 2 or q.shape[2] != kv.shape[1]:
+        raise _misfit(q=q, kv=kv)
+    if not 1 <= value_dim <= kv.shape[1]:
+        raise ValueError(f"value_dim {value_dim} must be in 1 .. {kv.shape[1]}")
+    _check_dtypes(q=q, kv=kv)
+    _check_indices(indices, q, kv)
+    with _without_autocast(q):
+        return _resolve("sparse_latent_attention", q)(
+            q, kv, indices, scale=scale, value_dim=value_dim, want_mass=want_mass
+        )
+
+
+def dense_attention(q: Tensor, k: Tensor, v: Tensor, layout: Layout, *, scale: float) -> Tensor:
+    """Causal attention inside each sequence, differentiable in q, k and v.
+
+    Args:
+        q: [S, H, d].
+        k: [T, Hkv, d]; H is a multiple of Hkv, neighbouring query heads share a key head.
+        v: [T, Hkv, dv]; dv may differ from d.
+        layout: which keys a query may see.
+        scale: factor on the scores.
+
+    Returns:
+        [S, H, dv]; zero for query rows of no sequence.
+
+    Raises:
+        ValueError: shapes, dtypes or layout do not fit.
+    """
+    q, k, v = _autocast(q, k, v)
+    if (
+        not q.dim() == k.dim() == v.dim() == 3
+        or q.shape[2] != k.shape[2]
+        or k.shape[:2] != v.shape[:2]
+        or k.shape[1] < 1
+        or q.shape[1] % k.shape[1] != 0
+    ):
+        raise _misfit(q=q, k=k, v=v)
+    _check_dtypes(q=q, k=k, v=v)
+    _check_layout(layout, q, k)
+    with _without_autocast(q):
+        return _resolve("dense_attention", q)(q, k, v, layout, scale=scale)
+
+
+def grouped_matmul(x: Tensor, weight: Tensor, counts: Sequence[int] | Tensor) -> Tensor:
+    """Each expert's matrix applied to its own rows, differentiable in x and weight.
+
+    Args:
+        x: [N, D], rows sorted by expert.
+        weight: [E, O, D], same dtype as x.
+        counts: rows of each of the E experts, summing to N; zeros are allowed.
+
+    Returns:
+        [N, O] with rows x_e @ weight[e]^T.
+
+    Raises:
+        ValueError: shapes, dtypes or counts do not fit.
+    """
+    x, weight = _autocast(x, weight)
+    rows: list[int] = counts.tolist() if isinstance(counts, Tensor) else [int(n) for n in counts]
+    if x.dim() != 2 or weight.dim() != 3 or x.shape[1] != weight.shape[2]:
+        raise _misfit(x=x, weight=weight)
+    if len(rows) != weight.shape[0] or sum(rows) != x.shape[0] or min(rows, default=0) < 0:
+        raise ValueError(
+            f"counts {rows} must be {weight.shape[0]} numbers >= 0 that sum to {x.shape[0]}"
+        )
+    _check_dtypes(x=x, weight=weight)
+    with _without_autocast(x):
+        return _resolve("grouped_matmul", x)(x, weight, rows)
+
+
+def linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    temperature: float = 1.0,
+    chunk_elements: int = CHUNK_ELEMENTS,
+) -> tuple[Tensor, Tensor]:
+    """Log-probability of each target under softmax(hidden @ weight^T / temperature).
+
+    Done in chunks of rows: never more than about `chunk_elements` logits exist, forward or
+    backward (one row's at the least).
+
+    Args:
+        hidden: [N, D].
+        weight: [V, D], same dtype as hidden; may be the tied embedding.
+        targets: int64 [N], each in [0, V).
+        temperature: logits are divided by it; > 0.
+        chunk_elements: most logits alive at once, >= 1.
+
+    Returns:
+        logprobs float32 [N], differentiable in hidden and weight; entropies of the distributions
+        in nats, float32 [N], without gradient.
+
+    Raises:
+        ValueError: shapes or dtypes do not fit, or an argument is out of range.
+    """
+    hidden, weight = _autocast(hidden, weight)
+    if (
+        not hidden.dim() == weight.dim() == 2
+        or hidden.shape[1] != weight.shape[1]
+        or targets.shape != hidden.shape[:1]
+    ):
+        raise _misfit(hidden=hidden, weight=weight, targets=targets)
+    if not temperature > 0:
+        raise ValueError(f"temperature {temperature} must be positive")
+    if chunk_elements < 1:
+        raise ValueError(f"chunk_elements {chunk_elements} must be at least 1")
+    _check_dtypes(hidden=hidden, weight=weight)
+    if targets.dtype != torch.int64:
+        raise ValueError(f"targets are {targets.dtype}, not int64")
+    _check_range("targets", targets, 0, weight.shape[0])
+    with _without_autocast(hidden):
+        return _resolve("linear_cross_entropy", hidden)(
+            hidden, weight, targets, temperature=temperature, chunk_elements=chunk_elements
+        )
+
+
+def _resolve(op: str, x: Tensor) -> Callable[..., Any]:
+    if x.dtype == torch.float64:
+        with REGISTRY.use(REFERENCE):
+            return REGISTRY.resolve(op, x.device.type)
+    return REGISTRY.resolve(op, x.device.type)
+
+
+def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """The tensors in autocast's dtype where it is enabled, as for a matmul; float64 stays."""
+    device = tensors[0].device.type
+    if not torch.is_autocast_enabled(device):
+        return tensors
+    dtype = torch.get_autocast_dtype(device)
+    return tuple(x if x.dtype == torch.float64 else x.to(dtype) for x in tensors)
+
+
+def _without_autocast(x: Tensor) -> torch.autocast:
+    """Backends get exactly the dtypes they were promised, also in their matmuls."""
+    return torch.autocast(x.device.type, enabled=False)
+
+
+def _misfit(**tensors: Tensor) -> ValueError:
+    """An error that shows shapes."""
+    shapes = ", ".join(f"{name} {list(x.shape)}" for name, x in tensors.items())
+    return ValueError(f"shapes do not fit: {shapes}")
+
+
+def _check_dtypes(**tensors: Tensor) -> None:
+    dtypes = {x.dtype for x in tensors.values()}
+    if len(dtypes) > 1 or not dtypes <= set(_DTYPES):
+        found = ", ".join(f"{name} {x.dtype}" for name, x in tensors.items())
+        raise ValueError(f"{found}: must be one dtype, float32, bfloat16 or float64")
+
+
+def _check_weights(weights: Tensor, q: Tensor) -> None:
+    # bfloat16 weights would flip picks; the caller must keep them in float32.
+    wanted = torch.float64 if q.dtype == torch.float64 else torch.float32
+    if weights.dtype != wanted:
+        raise ValueError(f"weights are {weights.dtype}, must be {wanted} for {q.dtype} queries")
+
+
+def _check_indices(indices: Tensor, q: Tensor, k: Tensor) -> None:
+    if indices.dim() != 2 or indices.shape[0] != q.shape[0]:
+        raise _misfit(q=q, indices=indices)
+    if indices.dtype != torch.int32:
+        raise ValueError(f"indices are {indices.dtype}, not int32")
+    _check_range("indices", indices, -1, k.shape[0])
+
+
+def _check_range(name: str, x: Tensor, low: int, high: int) -> None:
+    """Compiled code trusts these. Elsewhere than on the CPU the look would wait for the device."""
+    if x.device.type == "cpu" and x.numel():
+        smallest, largest = (int(value) for value in x.aminmax())
+        if smallest < low or largest >= high:
+            raise ValueError(f"{name} {smallest} .. {largest} must lie in {low} .. {high - 1}")
+
+
+def _check_layout(layout: Layout, q: Tensor, k: Tensor) -> None:
+    layout.bounds(q.shape[0], q.device)
+    end = max((s + n for s, n in zip(layout.key_start, layout.key_length, strict=True)), default=0)
+    if end > k.shape[0]:
+        raise ValueError(f"layout: {end} key rows, but the tensor has {k.shape[0]}")
