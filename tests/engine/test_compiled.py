@@ -9,8 +9,8 @@ import torch
 from engine_harness import ask, drain, greedy_reference, new_core, output, random_prompt, tiny_model
 
 from headrace.engine import compiled
-from headrace.engine.cache import SlotCache
 from headrace.engine.compiled import CompiledStep
+from headrace.engine.grouped_cache import GroupedCache
 from headrace.model.decoder import Decoder
 
 torch.set_num_threads(1)
@@ -34,9 +34,9 @@ def fresh_library(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[P
     compiled._library.cache_clear()
 
 
-def new_cache(model: Decoder, slots: int) -> SlotCache:
+def new_cache(model: Decoder, slots: int) -> GroupedCache:
     shape = model.config
-    return SlotCache(
+    return GroupedCache(
         layers=shape.num_layers,
         kv_heads=shape.num_kv_heads,
         head_dim=shape.head_dim,
@@ -46,7 +46,7 @@ def new_cache(model: Decoder, slots: int) -> SlotCache:
     )
 
 
-def compiled_step(model: Decoder, cache: SlotCache) -> CompiledStep:
+def compiled_step(model: Decoder, cache: GroupedCache) -> CompiledStep:
     step = CompiledStep.create(model, cache)
     if step is None:
         pytest.skip("no C compiler on this machine")

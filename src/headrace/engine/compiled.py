@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from headrace.engine.cache import SlotCache
+from headrace.engine.grouped_cache import GroupedCache
 from headrace.model.decoder import Decoder
 
 _SOURCE = Path(__file__).with_name("decode_step.c")
@@ -113,7 +114,7 @@ class CompiledStep:
         cache: where its keys and values are.
     """
 
-    def __init__(self, library: ctypes.CDLL, model: Decoder, cache: SlotCache) -> None:
+    def __init__(self, library: ctypes.CDLL, model: Decoder, cache: GroupedCache) -> None:
         self._library = library
         self._model = model
         self._cache = cache
@@ -146,9 +147,10 @@ class CompiledStep:
         """The compiled step of a model with values in it, or None where it cannot be had."""
         shape = model.config
         if (
-            torch.get_num_threads() != 1  # the step uses one core; torch spreads over several
+            not isinstance(cache, GroupedCache)
+            or torch.get_num_threads() != 1  # the step uses one core; torch spreads over several
             or any(p.dtype != torch.float32 or p.device.type != "cpu" for p in model.parameters())
-            or (shape.attention, shape.feed_forward) != ("gqa", "swiglu")
+            or shape.attention != "gqa"
         ):
             return None
         library = _library()

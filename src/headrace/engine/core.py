@@ -27,6 +27,7 @@ import torch
 from headrace.engine.cache import SlotCache
 from headrace.engine.compiled import CompiledStep
 from headrace.engine.config import EngineConfig, EngineStats
+from headrace.engine.grouped_cache import GroupedCache
 from headrace.engine.live import Live, check
 from headrace.engine.sampling import SamplingBatch
 from headrace.engine.slots import SlotTable, Tokens, common_prefix
@@ -78,14 +79,7 @@ class EngineCore:
         self.config = config
         self._clock = clock
         self._vocab = shape.vocab_size
-        self._cache = SlotCache(
-            layers=shape.num_layers,
-            kv_heads=shape.num_kv_heads,
-            head_dim=shape.head_dim,
-            slots=config.max_slots,
-            length=config.max_context,
-            dtype=next(model.parameters()).dtype,
-        )
+        self._cache = _new_cache(model, config)
         self._compiled = CompiledStep.create(model, self._cache) if config.compiled else None
         slots = config.max_slots
         self._max_running = min(config.max_running, slots)
@@ -327,8 +321,7 @@ class EngineCore:
             np.arange(first, first + count)[:, None], columns.clip(max=self.config.max_context)
         ]
         positions = torch.from_numpy(columns)
-        longest = int((starts + todo).max())
-        self._cache.begin_extend(first, positions, longest, fresh=not starts.any())
+        self._cache.begin_extend(first, positions, todo.tolist(), fresh=not starts.any())
         hidden = self.model(
             torch.from_numpy(inputs.astype(np.int64)),
             positions.clamp(max=self.config.max_context - 1),
@@ -419,6 +412,19 @@ class EngineCore:
                 f"logits are not finite under weight version {self.version}",
             )
         )
+
+
+def _new_cache(model: Decoder, config: EngineConfig) -> SlotCache:
+    """An empty cache of the kind the model's attention needs."""
+    shape = model.config
+    return GroupedCache(
+        layers=shape.num_layers,
+        kv_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim,
+        slots=config.max_slots,
+        length=config.max_context,
+        dtype=model.embed.weight.dtype,
+    )
 
 
 def _prefill_group(todo: npt.NDArray[np.int64], budget: int) -> tuple[int, int]:
