@@ -6,12 +6,12 @@ in text from outside are shielded from the encoder.
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from headrace.errors import UserError
 from headrace.rollout.types import ParseState
-from headrace.tokens.messages import Message, call_arguments
+from headrace.tokens.messages import TRAINING_KEYS, Message, call_arguments
 from headrace.tokens.renderer import ParsedCall, ParsedMessage
 from headrace.tokens.tokenizer import TextTokenizer
 
@@ -64,9 +64,29 @@ class LibraryRenderer:
                 f"renderer {name!r} does not fit tokenizer {tokenizer.name_or_path!r}: {error}"
             ) from error
         self.id = f"renderers:{name}"
+        self._name = name
+        self._options = dict(options or {})
+        self._variants: dict[tuple[tuple[str, Any], ...], LibraryRenderer] = {}
+        self._implied_stops: dict[bool, int] = {}
+        self.option_names = frozenset(type(config).model_fields) - {"name"}
+        """Options this format knows, e.g. enable_thinking."""
         self.tokenizer = tokenizer
         self.vocab_size = tokenizer.vocab_size
         self.stop_ids = tuple(self._renderer.get_stop_token_ids())
+
+    def with_options(self, **changes: Any) -> "LibraryRenderer":
+        """The same format with some options set otherwise; equal changes give one object.
+
+        Raises:
+            UserError: an option is unknown.
+        """
+        options = {**self._options, **changes}
+        if options == self._options:
+            return self
+        key = tuple(sorted(changes.items()))
+        if key not in self._variants:
+            self._variants[key] = LibraryRenderer(self._name, self.tokenizer, options)
+        return self._variants[key]
 
     # ------------------------------------------------------------------ messages to ids
 
@@ -111,15 +131,36 @@ class LibraryRenderer:
         """Messages as the library takes them: arguments as objects, outside text shielded."""
         shaped: list[Any] = []
         for message in messages:
-            new: dict[str, Any] = {k: v for k, v in message.items() if k != "train"}
+            new: dict[str, Any] = {k: v for k, v in message.items() if k not in TRAINING_KEYS}
             if message["role"] == "developer":
                 new["role"] = "system"
             if message["role"] != "assistant":
                 new["content"] = self.tokenizer.shield(message["content"])
-            elif "tool_calls" in message:
-                new["tool_calls"] = [_shape_call(call) for call in message["tool_calls"]]
+            else:
+                self._shape_assistant(new)
             shaped.append(new)
         return shaped
+
+    def _shape_assistant(self, message: dict[str, Any]) -> None:
+        """Shield its texts and arguments, except thinking that a client left inside the content."""
+        shield = self.tokenizer.shield
+        if "reasoning_content" in message:
+            message["reasoning_content"] = shield(message["reasoning_content"])
+        if "reasoning_content" in message or "</think>" not in message["content"]:
+            message["content"] = shield(message["content"])
+        if "tool_calls" in message:
+            message["tool_calls"] = [_shape_call(call, shield) for call in message["tool_calls"]]
+
+    def _as_prompted(self, prompt_ids: Sequence[int]) -> "LibraryRenderer":
+        """This format with thinking on or off as the prompt left it, where the prompt shows it."""
+        if "enable_thinking" not in self.option_names or not prompt_ids:
+            return self
+        tags = self.tokenizer.special_ids
+        if prompt_ids[-1] == tags.get("<think>"):
+            return self.with_options(enable_thinking=True)
+        if prompt_ids[-1] == tags.get("</think>"):
+            return self.with_options(enable_thinking=False)
+        return self
 
     # ------------------------------------------------------------------ ids to a message
 
@@ -138,7 +179,7 @@ class LibraryRenderer:
             raw, None, (), ParseState.MALFORMED if stopped else ParseState.TRUNCATED, raw
         )
         try:
-            read = self._renderer.parse_response(
+            read = self._as_prompted(prompt_ids)._renderer.parse_response(
                 list(completion_ids),
                 tools=list(tools) or None,  # type: ignore[arg-type]  # OpenAI tools, as documented
                 prompt_ids=list(prompt_ids),
@@ -146,8 +187,8 @@ class LibraryRenderer:
         except Exception as error:  # law L13: foreign parsers may raise, this one may not
             _log.warning("%s: parse failed: %r", self.id, error)
             return failed
-        if not stopped:
-            return failed
+        if not stopped or read.reasoning_complete is False:
+            return failed  # thinking that never ends has no answer after it
         calls: list[ParsedCall] = []
         for call in read.tool_calls:
             shaped = _parsed_call(call)
@@ -188,7 +229,7 @@ class LibraryRenderer:
                 prompt = delta = self.render(messages[:i], tools)
             else:
                 return None
-            sampled = self._completion(messages[: i + 1], tools)
+            sampled = self.completion(messages[: i + 1], tools)
             if sampled is None:
                 return None
             completion, since = sampled, i + 1
@@ -198,28 +239,51 @@ class LibraryRenderer:
             return None
         return ids, mask
 
-    def _completion(
-        self, messages: Sequence[Message], tools: Sequence[dict[str, Any]]
+    def completion(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[dict[str, Any]],
+        prompt: Sequence[int] | None = None,
     ) -> list[int] | None:
-        """What the model samples for the last of `messages`, or None when it is not a suffix."""
-        prompt = self._render(messages[:-1], tools, generate=True)
+        """What the model samples for the last of `messages`, stop token included.
+
+        Args:
+            prompt: ids of `render(messages[:-1])`, when the caller has them.
+
+        Returns:
+            None when this template does not lay the message out after its own prompt, for example
+            a message without thinking where the prompt has opened it.
+        """
+        if prompt is None:
+            prompt = self._render(messages[:-1], tools, generate=True)
         whole = self._render(messages, tools, generate=False)
-        if whole[: len(prompt)] != prompt:
+        if whole[: len(prompt)] != list(prompt):
             return None
         sampled = whole[len(prompt) :]
         stop = next((i for i, token in enumerate(sampled) if token in self.stop_ids), None)
         if stop is not None:
             return sampled[: stop + 1]
-        return [*sampled, self._implied_stop(messages, tools)]
+        return [*sampled, self._implied_stop(calls=bool(messages[-1].get("tool_calls")))]
 
-    def _implied_stop(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> int:
-        """The stop token of templates whose turns end with the next role's opener."""
-        follow: Message = {"role": "tool" if messages[-1].get("tool_calls") else "user"}
-        follow["content"] = ""
-        before = len(self._render(messages, tools, generate=False))
-        after = self._render([*messages, follow], tools, generate=False)
-        token = after[before] if before < len(after) else self.stop_ids[0]
-        return token if token in self.stop_ids else self.stop_ids[0]
+    def _implied_stop(self, *, calls: bool) -> int:
+        """The stop token of templates whose turns end with the next role's opener.
+
+        It depends on whether the turn makes calls and on nothing else, so a conversation of three
+        messages shows it. That has no thinking, which a following user message might take away.
+        """
+        if calls not in self._implied_stops:
+            turn: Message = {"role": "assistant", "content": "a"}
+            follow: Message = {"role": "user", "content": ""}
+            if calls:
+                function = {"name": "f", "arguments": "{}"}
+                turn["tool_calls"] = [{"id": "c", "type": "function", "function": function}]
+                follow = {"role": "tool", "content": "", "tool_call_id": "c", "name": "f"}
+            messages: list[Message] = [{"role": "user", "content": "u"}, turn]
+            before = len(self._render(messages, (), generate=False))
+            after = self._render([*messages, follow], (), generate=False)
+            token = after[before] if before < len(after) else self.stop_ids[0]
+            self._implied_stops[calls] = token if token in self.stop_ids else self.stop_ids[0]
+        return self._implied_stops[calls]
 
     def _whole(
         self, messages: Sequence[Message], tools: Sequence[dict[str, Any]]
@@ -237,11 +301,21 @@ class LibraryRenderer:
         return sample.token_ids, sample.loss_mask
 
 
-def _shape_call(call: dict[str, Any]) -> dict[str, Any]:
+def _shape_call(call: dict[str, Any], shield: Callable[[str], str]) -> dict[str, Any]:
     function = call["function"]
-    arguments = call_arguments(function["arguments"])
-    shaped = {"name": function["name"], "arguments": {} if arguments is None else arguments}
+    arguments = call_arguments(function["arguments"]) or {}
+    shaped = {"name": function["name"], "arguments": _shield_strings(arguments, shield)}
     return {**call, "function": shaped}
+
+
+def _shield_strings(value: Any, shield: Callable[[str], str]) -> Any:
+    if isinstance(value, str):
+        return shield(value)
+    if isinstance(value, dict):
+        return {key: _shield_strings(item, shield) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_shield_strings(item, shield) for item in value]
+    return value
 
 
 def _parsed_call(call: Any) -> ParsedCall | None:

@@ -14,7 +14,11 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 Message = dict[str, Any]
 """A normalised message: role, content (str), and for assistants possibly tool_calls (each
 {"id", "type", "function": {"name", "arguments": str}}) and reasoning_content; for tool results
-possibly tool_call_id and name. SFT messages may also carry `train` (bool)."""
+possibly tool_call_id and name. SFT messages may also carry `TRAINING_KEYS`."""
+
+TRAINING_KEYS = frozenset({"train", "error", "mask", "reasoning_mask"})
+"""Keys that say how a message is trained on and never reach a prompt (`headrace.tokens.thinking`).
+Renderers' own `render_training` reads `train` only, as a bool."""
 
 _encode = msgspec.json.Encoder(order="deterministic").encode
 _decode = msgspec.json.Decoder().decode

@@ -95,6 +95,16 @@ class TextTokenizer:
             return []
         return self._plain.encode(text, add_special_tokens=False).ids
 
+    def encode_with_ranges(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        """Ids of `encode_text` and the [start, end) characters of `text` each one stands for.
+
+        Tokens that share one character's bytes all name that character.
+        """
+        if not text:
+            return [], []
+        encoding = self._plain.encode(text, add_special_tokens=False)
+        return encoding.ids, encoding.offsets
+
     def encode(self, text: str, *_: Any, **__: Any) -> list[int]:
         """Ids of template `text`: special tokens in it become their ids, shielded ones do not.
 
