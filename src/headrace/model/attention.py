@@ -1,25 +1,69 @@
-"""Grouped-query attention and the door through which somebody else owns keys and values.
+"""The door through which somebody else owns keys and values, and grouped-query attention.
 
-The attention module projects, normalises and rotates; an `Attend` does the rest. With none given,
-attention is causal over exactly the tokens of the call; an engine passes its own, backed by a KV
+An attention module projects, normalises and rotates; an `Attend` does the rest. With none given,
+attention is causal over exactly the tokens of the call; an engine passes its own, backed by a
 cache, and the model never learns where keys and values live.
 """
 
 from collections.abc import Iterator
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from headrace.model.config import ModelConfig
 from headrace.model.linear import new_linear
 from headrace.model.norm import RMSNorm
-from headrace.model.rope import Rotation, rotate
+from headrace.model.rope import rotate
+from headrace.model.step import Step
+
+
+class IndexQuery(NamedTuple):
+    """What the lightning indexer of one layer makes of the new tokens.
+
+    The score of key j for query t is the sum over heads h of weights[t, h] * relu(q[t, h] . k[j]).
+
+    Attributes:
+        q: [B, T, HI, di], rotated.
+        k: [B, T, di], normalised and rotated.
+        weights: [B, T, HI] fp32 with all scale factors folded in.
+    """
+
+    q: Tensor
+    k: Tensor
+    weights: Tensor
+
+
+class LatentQuery(NamedTuple):
+    """What a latent-attention layer makes of the new tokens.
+
+    Attributes:
+        q_nope: [B, T, H, dn], the part of the queries that is not rotated.
+        q_rope: [B, T, H, dr], the rotated part.
+        latent: [B, T, R], normalised key/value latents.
+        k_rope: [B, T, dr], rotated keys that all heads share.
+        w_uk: [H, dn, R], keys from latents: k_nope = w_uk @ latent.
+        w_uv: [H, dv, R], values from latents.
+        scale: of the scores q . k.
+        index: None when this layer has no indexer.
+        shares: attend over the selection of the last layer that made one.
+        topk: keys to select; None when the model has no indexer, and attention is dense.
+    """
+
+    q_nope: Tensor
+    q_rope: Tensor
+    latent: Tensor
+    k_rope: Tensor
+    w_uk: Tensor
+    w_uv: Tensor
+    scale: float
+    index: IndexQuery | None
+    shares: bool
+    topk: int | None
 
 
 class Attend(Protocol):
-    """Owner of keys and values."""
+    """Owner of keys and values. One object serves one kind of attention, or both."""
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Attend for the new tokens of one layer.
@@ -37,13 +81,17 @@ class Attend(Protocol):
         """
         ...
 
+    def attend_latent(self, layer: int, query: LatentQuery) -> Tensor:
+        """Attend for the new tokens of one latent-attention layer.
 
-class CausalAttend:
-    """Plain causal attention over the tokens of the call; holds nothing."""
+        Args:
+            layer: 0-based layer index; multi-token prediction step s is `num_layers + s`.
+            query: see `LatentQuery`; tensors may be strided views.
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """See `Attend.attend`."""
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        Returns:
+            [B, T, H, dv], the attention output before the output projection.
+        """
+        ...
 
 
 class GroupedQueryAttention(nn.Module):
@@ -79,7 +127,7 @@ class GroupedQueryAttention(nn.Module):
             self.q_norm = RMSNorm(config.head_dim, config.norm_eps, device=device, dtype=dtype)
             self.k_norm = RMSNorm(config.head_dim, config.norm_eps, device=device, dtype=dtype)
 
-    def forward(self, x: Tensor, rotation: Rotation, attend: Attend) -> Tensor:
+    def forward(self, x: Tensor, step: Step) -> Tensor:
         """[B, T, D] -> [B, T, D]."""
         batch, tokens, _ = x.shape
         heads, kv_heads = self.num_heads, self.num_kv_heads
@@ -92,8 +140,10 @@ class GroupedQueryAttention(nn.Module):
         if self.q_norm is not None and self.k_norm is not None:
             q, k = qk.split((heads, kv_heads), dim=2)
             qk = torch.cat((self.q_norm(q), self.k_norm(k)), dim=2)
-        q, k = rotate(qk, rotation).split((heads, kv_heads), dim=2)
-        out = attend.attend(self.layer, q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
+        q, k = rotate(qk, step.rotation).split((heads, kv_heads), dim=2)
+        out = step.attend.attend(
+            self.layer, q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+        )
         return self.output(out.transpose(1, 2).reshape(batch, tokens, heads * self.head_dim))
 
     def residual_outputs(self) -> Iterator[Tensor]:

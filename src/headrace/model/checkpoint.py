@@ -23,6 +23,13 @@ from headrace.model.directory_swap import replaced_directory
 
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+_ALWAYS_FP32 = ("mlp.gate.weight", "e_score_correction_bias", "indexer.weights_proj.weight")
+_DERIVED = (
+    "rotary_emb.inv_freq",
+    # Copies inside multi-token prediction layers of the model's own embedding and output.
+    ".embed_tokens.weight",
+    ".shared_head.head.weight",
+)
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -102,7 +109,7 @@ def save_checkpoint(
     path = Path(path)
     config = {**model.config.to_hf(), "dtype": _name(dtype or model.embed.weight.dtype)}
     tensors = {
-        name: view.to("cpu", dtype or view.dtype).contiguous()
+        name: view.to("cpu", _stored_dtype(name, view, dtype)).contiguous()
         for name, view in model.hf_tensors().items()
     }
     with checkpoint_directory(path) as draft:
@@ -210,8 +217,8 @@ def _open(file: Path) -> Iterator[Any]:
 
 
 def _check_names(path: Path, found: set[str], wanted: set[str], *, tied: bool) -> None:
-    # Some writers also store a tied projection and the rotary frequencies; both are derived.
-    extra = {name for name in found - wanted if not name.endswith("rotary_emb.inv_freq")}
+    # Some writers also store what is derived or held once elsewhere.
+    extra = {name for name in found - wanted if not name.endswith(_DERIVED)}
     if tied:
         extra.discard("lm_head.weight")
     for problem, names in (("lacks", wanted - found), ("has the unexpected", extra)):
@@ -222,6 +229,11 @@ def _check_names(path: Path, found: set[str], wanted: set[str], *, tied: bool) -
                 f"checkpoint {path}: {problem} weight {first}{more}; "
                 "weights and config.json do not belong together"
             )
+
+
+def _stored_dtype(name: str, view: Tensor, dtype: torch.dtype | None) -> torch.dtype:
+    """What a weight is stored as: rounding these few to bfloat16 would change discrete choices."""
+    return view.dtype if dtype is None or name.endswith(_ALWAYS_FP32) else dtype
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -1,8 +1,8 @@
-"""The shape of a decoder, as data: read from and written to a Hugging Face config.json.
+"""The shape of a decoder, as data.
 
 Everything that changes the mathematics is a field that takes part in equality, so two equal configs
 compute the same function of the same weights. Token ids ride along for the engine and are ignored
-by equality. What headrace cannot compute exactly is refused here, never approximated.
+by equality. `hf_config` reads and writes these as Hugging Face config.json.
 """
 
 import json
@@ -13,9 +13,9 @@ from typing import Any
 
 from headrace.errors import UserError
 
-_ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
-_MAX_POSITIONS = {"llama": 2048, "qwen3": 32768}
-_ROPE_KINDS = {
+FAMILIES = ("llama", "qwen3", "glm_moe_dsa", "deepseek_v32", "deepseek_v3")
+LATENT_FAMILIES = FAMILIES[2:]
+ROPE_KINDS = {
     "linear": ("factor",),
     "llama3": (
         "factor",
@@ -27,34 +27,140 @@ _ROPE_KINDS = {
 
 
 @dataclass(frozen=True)
+class LatentConfig:
+    """Multi-latent attention. MLA-256 is nope_dim + rope_dim = value_dim = 256.
+
+    Attributes:
+        q_rank: width of the query latent.
+        kv_rank: width R of the key/value latent; with the rotated key it is all that is cached.
+        nope_dim: part of each query/key head that is not rotated.
+        rope_dim: rotated part; even; its key is shared by all heads.
+        value_dim: width of each value head.
+        norm_eps: epsilon of the two latent norms (engines differ here: 1e-6 or 1e-5).
+    """
+
+    q_rank: int
+    kv_rank: int
+    nope_dim: int
+    rope_dim: int
+    value_dim: int
+    norm_eps: float = 1e-6
+
+    def __post_init__(self) -> None:
+        _need_positive("latent", self, "q_rank", "kv_rank", "nope_dim", "rope_dim", "value_dim")
+        if self.rope_dim % 2:
+            raise UserError(f"model config: latent.rope_dim = {self.rope_dim}; give an even number")
+
+
+@dataclass(frozen=True)
+class IndexerConfig:
+    """The lightning indexer of DeepSeek sparse attention.
+
+    Attributes:
+        num_heads: indexer query heads.
+        head_dim: their width; the first `rope_dim` dimensions are rotated, so it is at least that.
+        topk: keys each query attends to.
+        shared: per layer, True where the selection of the last layer before it with False is used
+            (IndexShare); empty means every layer selects for itself.
+        rope_interleaved: rotate neighbouring pairs (GLM-5) or halves (DeepSeek-V3.2).
+    """
+
+    num_heads: int
+    head_dim: int
+    topk: int
+    shared: tuple[bool, ...] = ()
+    rope_interleaved: bool = True
+
+    def __post_init__(self) -> None:
+        _need_positive("indexer", self, "num_heads", "head_dim", "topk")
+        object.__setattr__(self, "shared", tuple(bool(s) for s in self.shared))
+        if self.shared and self.shared[0]:
+            raise UserError("model config: indexer.shared[0] = True; layer 0 has none to share")
+
+
+@dataclass(frozen=True)
+class MoeConfig:
+    """A mixture of experts with a sigmoid router.
+
+    Attributes:
+        num_experts: routed experts, E.
+        experts_per_token: experts each token uses, K.
+        intermediate_size: inner width of one expert.
+        num_shared: experts every token uses besides, fused into one.
+        leading_dense: first layers that have a dense feed-forward instead.
+        scaling: factor on the normalised weights of the routed experts.
+    """
+
+    num_experts: int
+    experts_per_token: int
+    intermediate_size: int
+    num_shared: int = 1
+    leading_dense: int = 0
+    scaling: float = 1.0
+
+    def __post_init__(self) -> None:
+        _need_positive("moe", self, "num_experts", "experts_per_token", "intermediate_size")
+        if self.experts_per_token > self.num_experts:
+            raise UserError(
+                f"model config: moe.experts_per_token = {self.experts_per_token} exceeds "
+                f"moe.num_experts = {self.num_experts}; lower it"
+            )
+        if self.leading_dense < 0 or self.num_shared < 0:
+            raise UserError("model config: moe.leading_dense and moe.num_shared must be >= 0")
+
+
+@dataclass(frozen=True)
+class MtpConfig:
+    """Multi-token prediction.
+
+    Attributes:
+        depth: prediction steps D beyond the next token.
+        shared: one set of parameters for all steps (GLM-5) instead of one each (DeepSeek-V3).
+    """
+
+    depth: int = 3
+    shared: bool = True
+
+    def __post_init__(self) -> None:
+        _need_positive("mtp", self, "depth")
+
+    @property
+    def stored_layers(self) -> int:
+        """Sets of parameters."""
+        return 1 if self.shared else self.depth
+
+
+@dataclass(frozen=True)
 class ModelConfig:
     """Architecture of one decoder.
 
     Attributes:
         vocab_size: number of token ids, V.
         hidden_size: width of the residual stream, D.
-        intermediate_size: inner width of the feed-forward.
+        intermediate_size: inner width of the dense feed-forward.
         num_layers: number of blocks.
         num_heads: query heads, H.
-        num_kv_heads: key/value heads, Hkv; divides H.
-        head_dim: width d of one head; even; H * d need not equal D.
+        num_kv_heads: key/value heads, Hkv; divides H; equal to H with `latent`.
+        head_dim: width d of one query/key head; even; H * d need not equal D.
         max_positions: most positions a sequence may have.
         rope_theta: base of the rotary frequencies.
         rope_interleaved: rotate neighbouring pairs (2i, 2i+1) instead of halves (i, i + d/2).
-        norm_eps: epsilon of every RMSNorm.
+        norm_eps: epsilon of the RMSNorms, the latent ones excepted.
         tie_embeddings: the output projection is the embedding matrix.
         qk_norm: RMSNorm over d on queries and keys before rotation (qwen3 has it, llama not).
         attention_bias: biases on the four attention projections.
-        family: which Hugging Face model type the checkpoint is written as, "llama" or "qwen3".
+        family: which Hugging Face model type the checkpoint is written as; one of `FAMILIES`.
         rope_scaling: None, or {"rope_type": "linear" | "llama3", ...} with that kind's numbers.
-        attention: key of `parts.ATTENTION`.
-        feed_forward: key of `parts.FEED_FORWARD`.
+        latent: multi-latent instead of grouped-query attention.
+        indexer: sparse attention over the keys a lightning indexer selects; needs `latent`.
+        moe: mixture of experts instead of the dense feed-forward; needs `latent`.
+        mtp: multi-token prediction layers; needs `latent`.
         bos_token_id: not part of equality; None if the tokenizer has none.
         eos_token_ids: not part of equality; ids that end a turn, possibly empty.
         pad_token_id: not part of equality.
 
     Raises:
-        UserError: a size is not positive, heads do not divide, or an unsupported rotary scaling.
+        UserError: a size is not positive, or fields that do not fit each other.
     """
 
     vocab_size: int
@@ -73,14 +179,23 @@ class ModelConfig:
     attention_bias: bool = False
     family: str = "llama"
     rope_scaling: dict[str, Any] | None = field(default=None, hash=False)
-    attention: str = "gqa"
-    feed_forward: str = "swiglu"
+    latent: LatentConfig | None = None
+    indexer: IndexerConfig | None = None
+    moe: MoeConfig | None = None
+    mtp: MtpConfig | None = None
     bos_token_id: int | None = field(default=None, compare=False)
     eos_token_ids: tuple[int, ...] = field(default=(), compare=False)
     pad_token_id: int | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
-        for name in (
+        for name, kind in _NESTED.items():
+            if isinstance(value := getattr(self, name), Mapping):
+                # As it arrives from another process or a JSON file.
+                object.__setattr__(self, name, kind(**value))
+        object.__setattr__(self, "eos_token_ids", tuple(self.eos_token_ids))
+        _need_positive(
+            "",
+            self,
             "vocab_size",
             "hidden_size",
             "intermediate_size",
@@ -89,18 +204,15 @@ class ModelConfig:
             "num_kv_heads",
             "head_dim",
             "max_positions",
-        ):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise UserError(f"model config: {name} = {value!r}; give a whole number >= 1")
+        )
         for name in ("rope_theta", "norm_eps"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
                 raise UserError(f"model config: {name} = {value!r}; give a number > 0")
-        if self.family not in _ARCHITECTURES:
+        if self.family not in FAMILIES:
             raise UserError(
                 f"model config: family = {self.family!r} is not supported; "
-                f"use one of {', '.join(_ARCHITECTURES)}"
+                f"use one of {', '.join(FAMILIES)}"
             )
         if self.num_heads % self.num_kv_heads:
             raise UserError(
@@ -114,91 +226,80 @@ class ModelConfig:
         if self.qk_norm != (self.family == "qwen3"):
             raise UserError(
                 f"model config: qk_norm = {self.qk_norm} does not fit family = {self.family!r}; "
-                "qwen3 has query/key norms and llama has none"
+                "qwen3 has query/key norms and the others have none"
             )
-        _check_rope_scaling(self.rope_scaling)
+        check_rope_scaling(self.rope_scaling)
+        if (self.latent is not None) != (self.family in LATENT_FAMILIES):
+            raise UserError(
+                f"model config: family = {self.family!r} with latent = {self.latent!r}; "
+                f"{', '.join(LATENT_FAMILIES)} have latent attention and the others have none"
+            )
+        if self.latent is not None:
+            self._check_latent(self.latent)
+        elif self.indexer or self.moe or self.mtp:
+            raise UserError("model config: indexer, moe and mtp need latent attention; set latent")
+
+    def _check_latent(self, latent: LatentConfig) -> None:
+        expected = {
+            "head_dim": latent.nope_dim + latent.rope_dim,
+            "num_kv_heads": self.num_heads,
+            "rope_interleaved": True,
+            "family": latent_family(self.indexer),
+        }
+        for name, value in expected.items():
+            if getattr(self, name) != value:
+                raise UserError(
+                    f"model config: {name} = {getattr(self, name)!r}; "
+                    f"with these latent and indexer settings it must be {value!r}"
+                )
+        indexer, moe = self.indexer, self.moe
+        if indexer is not None and indexer.head_dim < latent.rope_dim:
+            raise UserError(
+                f"model config: indexer.head_dim = {indexer.head_dim} is smaller than "
+                f"latent.rope_dim = {latent.rope_dim}; raise it"
+            )
+        if indexer is not None and len(indexer.shared) not in (0, self.num_layers):
+            raise UserError(
+                f"model config: indexer.shared has {len(indexer.shared)} entries for "
+                f"{self.num_layers} layers; give one per layer or none"
+            )
+        if moe is not None and moe.leading_dense >= self.num_layers:
+            raise UserError(
+                f"model config: moe.leading_dense = {moe.leading_dense} leaves no layer of "
+                f"{self.num_layers} with experts; lower it or leave moe out"
+            )
+
+    @property
+    def attention(self) -> str:
+        """Key of `parts.ATTENTION`."""
+        return "gqa" if self.latent is None else "mla"
+
+    def feed_forward(self, layer: int) -> str:
+        """Key of `parts.FEED_FORWARD` for one layer; MTP layers come after the last."""
+        return "moe" if self.moe is not None and layer >= self.moe.leading_dense else "swiglu"
+
+    @property
+    def rope_dim(self) -> int:
+        """Rotated width of a head."""
+        return self.head_dim if self.latent is None else self.latent.rope_dim
+
+    def shares_selection(self, layer: int) -> bool:
+        """Whether `layer` attends over an earlier layer's selection."""
+        indexer = self.indexer
+        return indexer is not None and layer < len(indexer.shared) and indexer.shared[layer]
 
     @classmethod
     def from_hf(cls, data: Mapping[str, Any]) -> "ModelConfig":
-        """Read the contents of a Hugging Face config.json (transformers 4 or 5 spelling).
+        """See `hf_config.read_config`."""
+        from headrace.model.hf_config import read_config
 
-        Raises:
-            UserError: another architecture, a missing or wrong field, or a feature that would
-                change the result and is not implemented.
-        """
-        family = data.get("model_type")
-        if family not in _ARCHITECTURES:
-            raise UserError(
-                f"config.json: model_type = {family!r} is not a supported architecture; "
-                f"use a checkpoint of one of {', '.join(_ARCHITECTURES)}"
-            )
-        _refuse_unsupported(data)
-
-        hidden_size, num_heads = _need(data, "hidden_size"), _need(data, "num_attention_heads")
-        num_kv_heads = data.get("num_key_value_heads")
-        head_dim = data.get("head_dim")
-        if head_dim is None:
-            head_dim = 128 if family == "qwen3" else hidden_size // max(num_heads, 1)
-        theta, scaling = _read_rope(data)
-        eos = data.get("eos_token_id")
-        return cls(
-            vocab_size=_need(data, "vocab_size"),
-            hidden_size=hidden_size,
-            intermediate_size=_need(data, "intermediate_size"),
-            num_layers=_need(data, "num_hidden_layers"),
-            num_heads=num_heads,
-            num_kv_heads=num_heads if num_kv_heads is None else num_kv_heads,
-            head_dim=head_dim,
-            max_positions=data.get("max_position_embeddings", _MAX_POSITIONS[family]),
-            rope_theta=theta,
-            norm_eps=data.get("rms_norm_eps", 1e-6),
-            tie_embeddings=bool(data.get("tie_word_embeddings", False)),
-            qk_norm=family == "qwen3",
-            attention_bias=bool(data.get("attention_bias", False)),
-            family=family,
-            rope_scaling=scaling,
-            bos_token_id=data.get("bos_token_id"),
-            eos_token_ids=() if eos is None else tuple(eos) if isinstance(eos, list) else (eos,),
-            pad_token_id=data.get("pad_token_id"),
-        )
+        return read_config(data)
 
     def to_hf(self) -> dict[str, Any]:
-        """The config.json that transformers 4 and 5 both read as this architecture.
+        """See `hf_config.write_config`."""
+        from headrace.model.hf_config import write_config
 
-        Raises:
-            UserError: no Hugging Face architecture of this family computes the same function.
-        """
-        if self.rope_interleaved or self.attention != "gqa" or self.feed_forward != "swiglu":
-            raise UserError(
-                f"model config: rope_interleaved = {self.rope_interleaved}, attention = "
-                f"{self.attention!r}, feed_forward = {self.feed_forward!r} cannot be written as a "
-                f"{self.family} checkpoint; use half rotation, gqa and swiglu"
-            )
-        eos = list(self.eos_token_ids)
-        # Both spellings of the rotary settings: transformers 5 reads rope_parameters, 4 the others.
-        rope = {"rope_type": "default", **(self.rope_scaling or {}), "rope_theta": self.rope_theta}
-        return {
-            "architectures": [_ARCHITECTURES[self.family]],
-            "model_type": self.family,
-            "vocab_size": self.vocab_size,
-            "hidden_size": self.hidden_size,
-            "intermediate_size": self.intermediate_size,
-            "num_hidden_layers": self.num_layers,
-            "num_attention_heads": self.num_heads,
-            "num_key_value_heads": self.num_kv_heads,
-            "head_dim": self.head_dim,
-            "hidden_act": "silu",
-            "max_position_embeddings": self.max_positions,
-            "rms_norm_eps": self.norm_eps,
-            "tie_word_embeddings": self.tie_embeddings,
-            "attention_bias": self.attention_bias,
-            "rope_parameters": rope,
-            "rope_theta": self.rope_theta,
-            "rope_scaling": self.rope_scaling,
-            "bos_token_id": self.bos_token_id,
-            "eos_token_id": eos[0] if len(eos) == 1 else eos or None,
-            "pad_token_id": self.pad_token_id,
-        }
+        return write_config(self)
 
     @classmethod
     def from_file(cls, directory: str | Path) -> "ModelConfig":
@@ -225,65 +326,37 @@ class ModelConfig:
             raise UserError(f"checkpoint {directory}: {error}") from error
 
 
-def _need(data: Mapping[str, Any], name: str) -> int:
-    value = data.get(name)
-    if isinstance(value, bool) or not isinstance(value, int):
-        problem = "is missing" if value is None else f"= {value!r} is not a whole number"
-        raise UserError(f"config.json: {name} {problem}; restore the file from its source")
-    return value
+_NESTED = {"latent": LatentConfig, "indexer": IndexerConfig, "moe": MoeConfig, "mtp": MtpConfig}
 
 
-def _refuse_unsupported(data: Mapping[str, Any]) -> None:
-    """Refuse every setting that changes the result and that the decoder does not implement."""
-    activation = data.get("hidden_act", "silu")
-    if activation not in ("silu", "swish"):
-        raise UserError(f"config.json: hidden_act = {activation!r} is not supported; only silu is")
-    if data.get("mlp_bias"):
-        raise UserError("config.json: mlp_bias = true is not supported; use a model without it")
-    layer_types = data.get("layer_types") or []
-    if data.get("use_sliding_window") or any(kind != "full_attention" for kind in layer_types):
-        raise UserError(
-            "config.json: sliding-window attention is not supported; use a full-attention model"
-        )
-    if data.get("quantization_config"):
-        raise UserError(
-            "config.json: quantization_config is set; use the unquantized checkpoint of this model"
-        )
+def latent_family(indexer: IndexerConfig | None) -> str:
+    """The Hugging Face model type of a latent-attention model with this indexer."""
+    if indexer is None:
+        return "deepseek_v3"
+    return "glm_moe_dsa" if indexer.rope_interleaved else "deepseek_v32"
 
 
-def _read_rope(data: Mapping[str, Any]) -> tuple[float, dict[str, Any] | None]:
-    """Rotary base and scaling from either spelling."""
-    parameters = data.get("rope_parameters") or data.get("rope_scaling") or {}
-    if not isinstance(parameters, Mapping):
-        raise UserError(f"config.json: rope_parameters = {parameters!r} is not an object")
-    theta = parameters.get("rope_theta", data.get("rope_theta", 10000.0))
-    partial = parameters.get("partial_rotary_factor", data.get("partial_rotary_factor", 1.0))
-    if partial != 1.0:
-        raise UserError(
-            f"config.json: partial_rotary_factor = {partial!r} is not supported; only 1.0 is"
-        )
-    kind = parameters.get("rope_type", parameters.get("type", "default"))
-    if kind == "default":
-        return theta, None
-    scaling = {"rope_type": kind} | {
-        key: parameters[key] for key in _ROPE_KINDS.get(kind, ()) if key in parameters
-    }
-    _check_rope_scaling(scaling)
-    return theta, scaling
-
-
-def _check_rope_scaling(scaling: Mapping[str, Any] | None) -> None:
+def check_rope_scaling(scaling: Mapping[str, Any] | None) -> None:
+    """Raises UserError when a rotary scaling is unknown or incomplete."""
     if scaling is None:
         return
     kind = scaling.get("rope_type")
-    if kind not in _ROPE_KINDS:
+    if kind not in ROPE_KINDS:
         raise UserError(
             f"model config: rope_scaling rope_type = {kind!r} is not supported; "
-            f"use one of default, {', '.join(_ROPE_KINDS)}"
+            f"use one of default, {', '.join(ROPE_KINDS)}"
         )
-    for name in _ROPE_KINDS[kind]:
+    for name in ROPE_KINDS[kind]:
         value = scaling.get(name)
         if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
             raise UserError(
                 f"model config: rope_scaling {name} = {value!r}; {kind} needs a number > 0"
             )
+
+
+def _need_positive(table: str, config: Any, *names: str) -> None:
+    for name in names:
+        value = getattr(config, name)
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            where = f"{table}.{name}" if table else name
+            raise UserError(f"model config: {where} = {value!r}; give a whole number >= 1")

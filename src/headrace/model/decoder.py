@@ -13,58 +13,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from headrace.model.attention import Attend, CausalAttend
+from headrace.model.attention import Attend
+from headrace.model.block import Block
+from headrace.model.causal import CausalAttend
 from headrace.model.config import ModelConfig
 from headrace.model.linear import new_embedding, new_linear
+from headrace.model.mtp import Mtp
 from headrace.model.norm import RMSNorm
-from headrace.model.parts import (
-    ATTENTION,
-    FEED_FORWARD,
-    AttentionPart,
-    FeedForwardPart,
-    Part,
-    build_part,
-)
 from headrace.model.rope import Rotation, rotary_tables
+from headrace.model.step import Step
+from headrace.model.trace import Trace
 
-__all__ = ["Attend", "Block", "CausalAttend", "Decoder"]
-
-_CAUSAL = CausalAttend()
 _EMBEDDING_STD = 0.02
-
-
-class Block(nn.Module):
-    """One pre-norm layer: x + attention(norm(x)), then x + feed_forward(norm(x))."""
-
-    def __init__(
-        self,
-        config: ModelConfig,
-        layer: int,
-        *,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        super().__init__()
-        size, eps = config.hidden_size, config.norm_eps
-        self.attention_norm = RMSNorm(size, eps, device=device, dtype=dtype)
-        self.attention = build_part(
-            ATTENTION, "attention", config, layer, device=device, dtype=dtype
-        )
-        self.feed_forward_norm = RMSNorm(size, eps, device=device, dtype=dtype)
-        self.feed_forward = build_part(
-            FEED_FORWARD, "feed_forward", config, layer, device=device, dtype=dtype
-        )
-
-    def forward(self, x: Tensor, rotation: Rotation, attend: Attend) -> Tensor:
-        """[B, T, D] -> [B, T, D]."""
-        attention = cast(AttentionPart, self.attention)
-        feed_forward = cast(FeedForwardPart, self.feed_forward)
-        x = x + attention(self.attention_norm(x), rotation, attend)
-        return x + feed_forward(self.feed_forward_norm(x))
-
-    def parts(self) -> tuple[Part, Part]:
-        """Attention and feed-forward."""
-        return cast(Part, self.attention), cast(Part, self.feed_forward)
 
 
 class Decoder(nn.Module):
@@ -76,10 +36,8 @@ class Decoder(nn.Module):
     Args:
         config: the architecture.
         device: where parameters live; None is torch's default device.
-        dtype: of parameters and activations; None is torch's default dtype.
-
-    Raises:
-        UserError: the config names an unknown attention or feed-forward kind.
+        dtype: of parameters and activations; None is torch's default dtype. Routers and the
+            indexer's head weights are fp32 always.
     """
 
     cos: Tensor
@@ -101,6 +59,7 @@ class Decoder(nn.Module):
             Block(config, layer, device=device, dtype=dtype) for layer in range(config.num_layers)
         )
         self.norm = RMSNorm(config.hidden_size, config.norm_eps, device=device, dtype=dtype)
+        self.mtp = None if config.mtp is None else Mtp(config, device=device, dtype=dtype)
         self.lm_head: nn.Linear | None = None
         if not config.tie_embeddings:
             self.lm_head = new_linear(
@@ -111,7 +70,11 @@ class Decoder(nn.Module):
         self.register_buffer("sin", sin, persistent=False)
 
     def forward(
-        self, ids: Tensor, positions: Tensor | None = None, attend: Attend | None = None
+        self,
+        ids: Tensor,
+        positions: Tensor | None = None,
+        attend: Attend | None = None,
+        trace: Trace | None = None,
     ) -> Tensor:
         """Hidden states of the given tokens after the final norm.
 
@@ -120,6 +83,7 @@ class Decoder(nn.Module):
             positions: [B, T], int64, each in [0, max_positions); None is 0 .. T-1 in every row.
                 They set the rotation only; which tokens see which is up to `attend`.
             attend: owner of keys and values; None is causal attention over these tokens alone.
+            trace: told what happens inside the layers.
 
         Returns:
             [B, T, D].
@@ -128,17 +92,48 @@ class Decoder(nn.Module):
             ValueError: positions is None and T exceeds max_positions.
         """
         x = self.embed(ids)
-        rotation = self._rotation(ids.shape[1], positions)
-        attend = attend or _CAUSAL
+        step = self._step(ids.shape[1], positions, attend, trace)
         for block in self.layers:
-            x = block(x, rotation, attend)
+            x = block(x, step)
         return self.norm(x)
+
+    def mtp_forward(
+        self,
+        index: int,
+        hidden: Tensor,
+        next_ids: Tensor,
+        positions: Tensor | None = None,
+        attend: Attend | None = None,
+        trace: Trace | None = None,
+    ) -> Tensor:
+        """One step of multi-token prediction.
+
+        Args:
+            index: step, >= 0. Steps beyond the trained depth use the last layer again.
+            hidden: [B, T, D], what `forward` (step 0) or the step before returned.
+            next_ids: [B, T], token t + index + 1 at position t.
+            positions, attend, trace: as in `forward`. The same attend object must serve the steps
+                of one chain, in order: later ones share the first one's selection.
+
+        Returns:
+            [B, T, D]; through `logits` it predicts token t + index + 2.
+
+        Raises:
+            ValueError: the model has no prediction layers.
+        """
+        if self.mtp is None:
+            raise ValueError("mtp_forward: the model has no multi-token prediction layers")
+        step = self._step(next_ids.shape[1], positions, attend, trace)
+        return self.mtp(index, hidden, self.embed(next_ids), step)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Output projection: hidden [..., D] -> logits [..., V], same dtype."""
-        if self.lm_head is None:
-            return F.linear(hidden, self.embed.weight)
-        return self.lm_head(hidden)
+        return F.linear(hidden, self.output_weight)
+
+    @property
+    def output_weight(self) -> Tensor:
+        """The output projection's matrix, [V, D]."""
+        return self.embed.weight if self.lm_head is None else self.lm_head.weight
 
     @torch.no_grad()
     def init_weights(self, seed: int) -> None:
@@ -157,18 +152,26 @@ class Decoder(nn.Module):
             for weight in part.residual_outputs()
         }
         for name, parameter in self.named_parameters():
-            if name.endswith("bias"):
-                parameter.zero_()
-            elif parameter.dim() == 1:
-                parameter.fill_(1.0)
+            self._fill(name, parameter, generator, residual=id(parameter) in outputs)
+        for name, buffer in self.named_buffers():
+            if name.endswith("router.bias"):
+                buffer.zero_()
+
+    def _fill(
+        self, name: str, parameter: Tensor, generator: torch.Generator, *, residual: bool
+    ) -> None:
+        if name.endswith("bias"):
+            parameter.zero_()
+        elif parameter.dim() == 1:
+            parameter.fill_(1.0)
+        else:
+            if parameter is self.embed.weight or name == "lm_head.weight":
+                std = _EMBEDDING_STD
             else:
-                if parameter is self.embed.weight or name == "lm_head.weight":
-                    std = _EMBEDDING_STD
-                else:
-                    std = 1 / math.sqrt(parameter.shape[-1])
-                if id(parameter) in outputs:
-                    std /= math.sqrt(2 * self.config.num_layers)
-                parameter.copy_(torch.randn(parameter.shape, generator=generator) * std)
+                std = 1 / math.sqrt(parameter.shape[-1])
+            if residual:
+                std /= math.sqrt(2 * self.config.num_layers)
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * std)
 
     def num_parameters(self) -> int:
         """Number of parameters; a tied embedding counts once."""
@@ -178,6 +181,7 @@ class Decoder(nn.Module):
         """Every weight under its Hugging Face name, detached, sharing this model's memory.
 
         Fused projections appear as their pieces: writing to a piece writes to the parameter.
+        Prediction layers follow the main ones, as in released checkpoints.
         """
         tensors = {
             "model.embed_tokens.weight": self.embed.weight.detach(),
@@ -185,25 +189,26 @@ class Decoder(nn.Module):
         }
         if self.lm_head is not None:
             tensors["lm_head.weight"] = self.lm_head.weight.detach()
-        for index, block in enumerate(self._blocks()):
-            prefix = f"model.layers.{index}"
-            tensors[f"{prefix}.input_layernorm.weight"] = block.attention_norm.weight.detach()
-            tensors[f"{prefix}.post_attention_layernorm.weight"] = (
-                block.feed_forward_norm.weight.detach()
-            )
-            for part in block.parts():
-                for name, view in part.hf_tensors():
-                    tensors[f"{prefix}.{part.hf_prefix}.{name}"] = view
+        layers = [cast(Block, block) for block in self.layers]
+        stored = [] if self.mtp is None else list(self.mtp.stored())
+        for index, layer in enumerate([*layers, *stored]):
+            for name, view in layer.hf_tensors():
+                tensors[f"model.layers.{index}.{name}"] = view
         return tensors
 
-    def _rotation(self, tokens: int, positions: Tensor | None) -> Rotation:
+    def _step(
+        self, tokens: int, positions: Tensor | None, attend: Attend | None, trace: Trace | None
+    ) -> Step:
         if positions is not None:
             cos, sin = F.embedding(positions, self.cos), F.embedding(positions, self.sin)
         elif tokens <= self.config.max_positions:
             cos, sin = self.cos[None, :tokens], self.sin[None, :tokens]
         else:
             raise ValueError(f"{tokens} tokens exceed max_positions {self.config.max_positions}")
-        return Rotation(cos.unsqueeze(2), sin.unsqueeze(2), self.config.rope_interleaved)
+        rotation = Rotation(cos.unsqueeze(2), sin.unsqueeze(2), self.config.rope_interleaved)
+        return Step(rotation, attend or CausalAttend(trace=trace), trace)
 
     def _blocks(self) -> Iterator[Block]:
-        return (cast(Block, block) for block in self.layers)
+        yield from (cast(Block, block) for block in self.layers)
+        if self.mtp is not None:
+            yield from (layer.block for layer in self.mtp.stored())

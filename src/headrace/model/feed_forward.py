@@ -11,10 +11,15 @@ from torch import Tensor, nn
 
 from headrace.model.config import ModelConfig
 from headrace.model.linear import new_linear
+from headrace.model.step import Step
 
 
 class SwiGLU(nn.Module):
-    """down(silu(gate(x)) * up(x)); `gate_up` is one projection, rows in the order gate, up."""
+    """down(silu(gate(x)) * up(x)); `gate_up` is one projection, rows in the order gate, up.
+
+    Args:
+        inner: inner width; None is the config's intermediate_size.
+    """
 
     hf_prefix = "mlp"
 
@@ -23,15 +28,16 @@ class SwiGLU(nn.Module):
         config: ModelConfig,
         layer: int,
         *,
+        inner: int | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        hidden, inner = config.hidden_size, config.intermediate_size
+        hidden, inner = config.hidden_size, inner or config.intermediate_size
         self.gate_up = new_linear(hidden, 2 * inner, bias=False, device=device, dtype=dtype)
         self.down = new_linear(inner, hidden, bias=False, device=device, dtype=dtype)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, step: Step) -> Tensor:
         """[B, T, D] -> [B, T, D]."""
         gate, up = self.gate_up(x).chunk(2, dim=-1)
         return self.down(F.silu(gate) * up)

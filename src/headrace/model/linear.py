@@ -21,15 +21,9 @@ def new_linear(
 ) -> nn.Linear:
     """An `nn.Linear` with uninitialised weight [outputs, inputs] and, if asked, bias [outputs]."""
     device = torch.get_default_device() if device is None else device
-    linear = cast(
+    return cast(
         nn.Linear, skip_init(nn.Linear, inputs, outputs, bias=bias, device=device, dtype=dtype)
     )
-    if linear.weight.dtype == torch.float32:
-        # Same [outputs, inputs] matrix, kept input-major in memory: the fp32 CPU product with the
-        # few rows of a decoding batch is about 1.7 times as fast, and no slower with many rows.
-        weight = torch.empty(inputs, outputs, device=device, dtype=dtype)
-        linear.weight = nn.Parameter(weight.t())
-    return linear
 
 
 def new_embedding(
@@ -38,3 +32,18 @@ def new_embedding(
     """An `nn.Embedding` with uninitialised weight [count, width]."""
     device = torch.get_default_device() if device is None else device
     return cast(nn.Embedding, skip_init(nn.Embedding, count, width, device=device, dtype=dtype))
+
+
+@torch.no_grad()
+def store_input_major(model: nn.Module) -> None:
+    """Keep the fp32 CPU weights of every linear layer input-major in memory.
+
+    They stay the same [outputs, inputs] matrices; the product with the few rows of a decoding
+    batch is about 1.7 times as fast and no slower with many rows. Sharding wants contiguous
+    weights, so only an engine should ask for this.
+    """
+    for module in model.modules():
+        if isinstance(module, nn.Linear):
+            weight = module.weight
+            if weight.dtype == torch.float32 and weight.device.type == "cpu":
+                weight.data = weight.data.t().contiguous().t()

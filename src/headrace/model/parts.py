@@ -1,8 +1,7 @@
 """Which attention and feed-forward kinds exist: one line each.
 
-A kind is a module that keeps the contract of `AttentionPart` or `FeedForwardPart`; the decoder asks
-for it by the name in the config and knows nothing else about it. A new kind is a new module and a
-line in a table here. The layer index is passed so that a kind may differ between layers.
+A kind is a module that keeps the contract of `Part`; a block asks for it by name and knows nothing
+else about it. A new kind is a new module and a line in a table here.
 """
 
 from collections.abc import Iterator
@@ -12,17 +11,23 @@ import torch
 from torch import Tensor, nn
 
 from headrace.errors import UserError
-from headrace.model.attention import Attend, GroupedQueryAttention
+from headrace.model.attention import GroupedQueryAttention
 from headrace.model.config import ModelConfig
 from headrace.model.feed_forward import SwiGLU
-from headrace.model.rope import Rotation
+from headrace.model.latent_attention import LatentAttention
+from headrace.model.moe import MixtureOfExperts
+from headrace.model.step import Step
 
 
 class Part(Protocol):
-    """What every kind offers besides its forward."""
+    """An attention (mixes tokens) or a feed-forward (works on each token alone)."""
 
     hf_prefix: str
     """Name of the part inside a Hugging Face layer, e.g. "self_attn"."""
+
+    def __call__(self, x: Tensor, step: Step) -> Tensor:
+        """[B, T, D] -> [B, T, D]."""
+        ...
 
     def residual_outputs(self) -> Iterator[Tensor]:
         """Weights whose output is added to the residual stream."""
@@ -33,43 +38,26 @@ class Part(Protocol):
         ...
 
 
-class AttentionPart(Part, Protocol):
-    """Mixes tokens."""
-
-    def __call__(self, x: Tensor, rotation: Rotation, attend: Attend) -> Tensor:
-        """[B, T, D] -> [B, T, D]."""
-        ...
-
-
-class FeedForwardPart(Part, Protocol):
-    """Works on each token alone."""
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """[B, T, D] -> [B, T, D]."""
-        ...
-
-
-ATTENTION: dict[str, type[nn.Module]] = {"gqa": GroupedQueryAttention}
-FEED_FORWARD: dict[str, type[nn.Module]] = {"swiglu": SwiGLU}
+ATTENTION: dict[str, type[nn.Module]] = {"gqa": GroupedQueryAttention, "mla": LatentAttention}
+FEED_FORWARD: dict[str, type[nn.Module]] = {"swiglu": SwiGLU, "moe": MixtureOfExperts}
 
 
 def build_part(
     table: dict[str, type[nn.Module]],
-    field: str,
+    kind: str,
     config: ModelConfig,
     layer: int,
     *,
     device: torch.device | str | None,
     dtype: torch.dtype | None,
 ) -> nn.Module:
-    """Build the kind that `config.field` names, for one layer.
+    """Build one part of one layer.
 
     Raises:
         UserError: no such kind.
     """
-    kind = getattr(config, field)
     if kind not in table:
         raise UserError(
-            f"model config: {field} = {kind!r} is unknown; use one of {', '.join(sorted(table))}"
+            f"model config: kind {kind!r} is unknown; use one of {', '.join(sorted(table))}"
         )
     return table[kind](config, layer, device=device, dtype=dtype)

@@ -27,6 +27,13 @@ class Rotation(NamedTuple):
     sin: Tensor
     interleaved: bool
 
+    def as_halves(self) -> "Rotation":
+        """The same angles laid out for half rotation."""
+        if not self.interleaved:
+            return self
+        cos, sin = self.cos[..., ::2], self.sin[..., ::2]
+        return Rotation(torch.cat((cos, cos), -1), torch.cat((sin, -sin), -1), False)
+
 
 def rotary_tables(
     config: ModelConfig, *, device: torch.device | str | None, dtype: torch.dtype | None
@@ -52,8 +59,8 @@ def rotary_tables(
 
 def inverse_frequencies(config: ModelConfig, *, device: torch.device | str | None) -> Tensor:
     """Angle per position step of each rotated pair, [d / 2], fp32, after `rope_scaling`."""
-    exponents = torch.arange(0, config.head_dim, 2, device=device, dtype=torch.float32)
-    frequencies = 1.0 / config.rope_theta ** (exponents / config.head_dim)
+    exponents = torch.arange(0, config.rope_dim, 2, device=device, dtype=torch.float32)
+    frequencies = 1.0 / config.rope_theta ** (exponents / config.rope_dim)
     scaling = config.rope_scaling
     if scaling is None:
         return frequencies
