@@ -12,6 +12,8 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from headrace.model.attention import LatentQuery
+
 
 class SlotCache(ABC):
     """Slots of `length` positions, and one more that takes the writes of padding tokens.
@@ -47,6 +49,14 @@ class SlotCache(ABC):
             counts: real tokens of each row, 1..T; the rest of the row is padding.
             fresh: every row starts at position 0, so nothing held before matters.
         """
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """See `Attend.attend`; a cache of grouped keys and values overrides it."""
+        raise TypeError(f"{type(self).__name__} holds no grouped keys and values")
+
+    def attend_latent(self, layer: int, query: LatentQuery) -> Tensor:
+        """See `Attend.attend_latent`; a cache of latents overrides it."""
+        raise TypeError(f"{type(self).__name__} holds no latents")
 
     def copy(self, source: int, target: int, length: int) -> None:
         """Copy the first `length` positions of one slot over another's."""

@@ -145,12 +145,10 @@ class CompiledStep:
     @classmethod
     def create(cls, model: Decoder, cache: SlotCache) -> "CompiledStep | None":
         """The compiled step of a model with values in it, or None where it cannot be had."""
-        shape = model.config
         if (
             not isinstance(cache, GroupedCache)
             or torch.get_num_threads() != 1  # the step uses one core; torch spreads over several
             or any(p.dtype != torch.float32 or p.device.type != "cpu" for p in model.parameters())
-            or shape.attention != "gqa"
         ):
             return None
         library = _library()

@@ -28,6 +28,7 @@ from headrace.engine.cache import SlotCache
 from headrace.engine.compiled import CompiledStep
 from headrace.engine.config import EngineConfig, EngineStats
 from headrace.engine.grouped_cache import GroupedCache
+from headrace.engine.latent_cache import LatentCache
 from headrace.engine.live import Live, check
 from headrace.engine.sampling import SamplingBatch
 from headrace.engine.slots import SlotTable, Tokens, common_prefix
@@ -416,14 +417,29 @@ class EngineCore:
 
 def _new_cache(model: Decoder, config: EngineConfig) -> SlotCache:
     """An empty cache of the kind the model's attention needs."""
-    shape = model.config
-    return GroupedCache(
-        layers=shape.num_layers,
-        kv_heads=shape.num_kv_heads,
-        head_dim=shape.head_dim,
-        slots=config.max_slots,
-        length=config.max_context,
-        dtype=model.embed.weight.dtype,
+    shape, dtype = model.config, model.embed.weight.dtype
+    layers, slots, length = shape.num_layers, config.max_slots, config.max_context
+    if shape.latent is None:
+        return GroupedCache(
+            layers=layers,
+            kv_heads=shape.num_kv_heads,
+            head_dim=shape.head_dim,
+            slots=slots,
+            length=length,
+            dtype=dtype,
+        )
+    indexed: list[int] = []
+    if shape.indexer is not None:
+        indexed = [layer for layer in range(layers) if not shape.shares_selection(layer)]
+    return LatentCache(
+        layers=layers,
+        latent_dim=shape.latent.kv_rank,
+        rope_dim=shape.latent.rope_dim,
+        index_dim=0 if shape.indexer is None else shape.indexer.head_dim,
+        index_layers=indexed,
+        slots=slots,
+        length=length,
+        dtype=dtype,
     )
 
 
