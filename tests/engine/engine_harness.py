@@ -7,7 +7,13 @@ from torch import Tensor
 
 from headrace.engine.core import EngineConfig, EngineCore, GenerationFailure
 from headrace.engine.types import GenerationRequest, GenerationResult, SamplingParams
-from headrace.model.config import ModelConfig
+from headrace.model.config import (
+    IndexerConfig,
+    LatentConfig,
+    ModelConfig,
+    MoeConfig,
+    MtpConfig,
+)
 from headrace.model.decoder import Decoder
 
 VOCAB = 97
@@ -34,6 +40,37 @@ def tiny_model(seed: int = 0, **changes: object) -> Decoder:
     model.init_weights(seed)
     with torch.no_grad():
         model.embed.weight.mul_(20.0)
+    return model
+
+
+LATENT_KINDS: dict[str, dict[str, object]] = {
+    "glm_moe_dsa": {
+        "indexer": IndexerConfig(2, 8, topk=8, shared=(False, True, False)),
+        "moe": MoeConfig(6, 2, 24, leading_dense=1, scaling=1.5),
+        "mtp": MtpConfig(depth=2),
+    },
+    "deepseek_v32": {"indexer": IndexerConfig(2, 8, topk=8, rope_interleaved=False)},
+    "deepseek_v3": {"moe": MoeConfig(4, 2, 24, leading_dense=2)},
+}
+"""Models that hold latents: sparse with IndexShare, experts and prediction; sparse; dense."""
+
+
+def latent_model(kind: str, seed: int = 0, **changes: object) -> Decoder:
+    """As `tiny_model`, with one of `LATENT_KINDS`. Experts are chosen with a bias that matters."""
+    fields = {
+        "family": kind,
+        "num_layers": 3,
+        "num_kv_heads": 4,
+        "head_dim": 14,
+        "rope_interleaved": True,
+        "latent": LatentConfig(q_rank=20, kv_rank=16, nope_dim=10, rope_dim=4, value_dim=12),
+        **LATENT_KINDS[kind],
+    }
+    model = tiny_model(seed, **{**fields, **changes})
+    generator = torch.Generator().manual_seed(seed)
+    for name, buffer in model.named_buffers():
+        if name.endswith("router.bias"):
+            buffer.copy_(0.1 * torch.randn(buffer.shape, generator=generator))
     return model
 
 
