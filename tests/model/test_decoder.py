@@ -74,7 +74,7 @@ def test_gradients_equal_transformers(
         for name, parameter in model.named_parameters():
             gradient = gradients[name]
             assert gradient is not None
-            # Fused weights lie input-major; a gradient that does not would be copied every step.
+            # A gradient laid out otherwise than its weight would be copied every step.
             assert gradient.stride() == parameter.stride()
             parameter.copy_(gradient)
     views = model.hf_tensors()
@@ -167,16 +167,16 @@ def test_interleaved_rotation_is_complex_multiplication() -> None:
     torch.testing.assert_close(out, torch.view_as_real(turned).flatten(-2))
 
 
-def test_new_kinds_need_only_a_table_entry(monkeypatch: pytest.MonkeyPatch, ids: Tensor) -> None:
+def test_a_kind_needs_only_a_table_entry(monkeypatch: pytest.MonkeyPatch, ids: Tensor) -> None:
     class DenseThenHalf(SwiGLU):
         """A kind that differs between layers."""
 
         def __init__(self, config: ModelConfig, layer: int, **where: Any) -> None:
             inner = config.intermediate_size // (2 if layer else 1)
-            super().__init__(replace(config, intermediate_size=inner), layer, **where)
+            super().__init__(config, layer, inner=inner, **where)
 
-    monkeypatch.setitem(parts.FEED_FORWARD, "mixed", DenseThenHalf)
-    model = Decoder(replace(CONFIG, feed_forward="mixed"))
+    monkeypatch.setitem(parts.FEED_FORWARD, "swiglu", DenseThenHalf)
+    model = Decoder(CONFIG)
     model.init_weights(0)
     assert model(ids).shape == (2, 40, 48)
     views = model.hf_tensors()
@@ -185,8 +185,8 @@ def test_new_kinds_need_only_a_table_entry(monkeypatch: pytest.MonkeyPatch, ids:
 
 
 def test_unknown_kind_is_refused() -> None:
-    with pytest.raises(UserError, match="attention = 'mamba' is unknown; use one of gqa"):
-        Decoder(replace(CONFIG, attention="mamba"))
+    with pytest.raises(UserError, match="kind 'mamba' is unknown; use one of gqa, mla"):
+        parts.build_part(parts.ATTENTION, "mamba", CONFIG, 0, device=None, dtype=None)
 
 
 def test_meta_device_holds_no_memory() -> None:
