@@ -4,7 +4,7 @@ Call the functions; `use("reference")` or HEADRACE_OPS=reference picks a backend
 `headrace doctor --ops` checks all of them on this machine.
 """
 
-from headrace.ops import reference
+from headrace.ops import dense, reference
 from headrace.ops.functions import (
     dense_attention,
     grouped_matmul,

@@ -95,7 +95,8 @@ def dense_attention(q: Tensor, k: Tensor, v: Tensor, layout: Layout, *, scale: f
     """See `headrace.ops.dense_attention`."""
     share = q.shape[1] // k.shape[1]
     _, upper = layout.bounds(q.shape[0], q.device)
-    pieces, end = [], 0
+    # A piece without rows keeps the result a function of q when there is no sequence.
+    pieces, end = [q[:0, :, :1].expand(-1, -1, v.shape[2])], 0
     for start, queries, first, keys in _sequences(layout):
         rows, columns = slice(start, start + queries), slice(first, first + keys)
         key = _wide(k[columns]).repeat_interleave(share, dim=1)
