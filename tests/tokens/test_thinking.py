@@ -66,7 +66,7 @@ def trained(renderer: ChatRenderer, sequence: TrainingSequence) -> str:
     return text
 
 
-def layouts(messages, mode, renderer=GLM):
+def layouts(messages, mode, renderer: ChatRenderer = GLM):
     return [trained(renderer, s) for s in render_conversation(renderer, messages, [], mode)]
 
 
@@ -165,7 +165,7 @@ def test_weights_may_be_numbers():
 # ---------------------------------------------------------------- spans
 
 
-def masked(message, renderer=GLM, mode=TURN):
+def masked(message, renderer: ChatRenderer = GLM, mode=TURN):
     (text,) = layouts([user("a?"), message], mode, renderer)
     return text.split("<|assistant|>")[1]
 

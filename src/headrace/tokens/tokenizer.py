@@ -5,10 +5,11 @@ two encoders apart: `encode_text` for text of unknown origin, in which `<|user|>
 characters, and `encode` for template text, in which it is one token.
 """
 
+import hashlib
 import json
 import re
-from collections.abc import Iterable, Sequence
-from functools import cached_property
+from collections.abc import Callable, Iterable, Sequence
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,9 @@ from headrace.errors import UserError
 
 _SHIELD = "\ufdd0"
 """Unicode noncharacter that stands before a shielded special token; doubled, it is itself."""
+
+_CACHED_TEXTS = 4096
+_CACHED_CHARACTERS = 1000
 
 
 class TextTokenizer:
@@ -47,6 +51,10 @@ class TextTokenizer:
         literals = sorted(self.special_ids, key=len, reverse=True)
         self._special_pattern = re.compile("|".join(map(re.escape, literals)) or r"(?!)")
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Everything but the caches, which cannot be pickled."""
+        return {k: v for k, v in self.__dict__.items() if k not in ("_plain", "_encoded")}
+
     def _configured_id(self, field: str) -> int | None:
         token = self.config.get(field)
         if isinstance(token, dict):
@@ -68,6 +76,12 @@ class TextTokenizer:
         """Number of ids, special tokens included: one more than the largest id."""
         largest = max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
         return largest + 1
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Hash of the vocabulary, the merges and how text is split: equal ones encode alike."""
+        spec = self._tokenizer.to_str().encode()
+        return hashlib.blake2b(spec, digest_size=16).hexdigest()
 
     @property
     def chat_template(self) -> str | None:
@@ -93,7 +107,25 @@ class TextTokenizer:
         """Ids of `text` read as plain text: never a special token, whatever it contains."""
         if not text:
             return []
-        return self._plain.encode(text, add_special_tokens=False).ids
+        if len(text) > _CACHED_CHARACTERS:
+            return self._plain.encode(text, add_special_tokens=False).ids
+        return list(self._encoded(text))
+
+    @cached_property
+    def _encoded(self) -> Callable[[str], tuple[int, ...]]:
+        """Ids of short texts, kept: a conversation is rendered again at each of its turns."""
+        plain = self._plain
+
+        @lru_cache(maxsize=_CACHED_TEXTS)
+        def encode(text: str) -> tuple[int, ...]:
+            return tuple(plain.encode(text, add_special_tokens=False).ids)
+
+        return encode
+
+    def encode_texts(self, texts: Sequence[str]) -> list[list[int]]:
+        """`encode_text` of many texts at once, on all cores that tokenizers may use."""
+        encoded = self._plain.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [encoding.ids for encoding in encoded]
 
     def encode_with_ranges(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
         """Ids of `encode_text` and the [start, end) characters of `text` each one stands for.
