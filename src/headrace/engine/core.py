@@ -35,6 +35,7 @@ from headrace.engine.slots import SlotTable, Tokens, common_prefix
 from headrace.engine.types import EngineError, GenerationRequest, GenerationResult
 from headrace.model.checkpoint import load_weights_into
 from headrace.model.decoder import Decoder
+from headrace.model.linear import store_input_major
 from headrace.rollout.types import FinishReason
 
 _MIN_AWAITED = 32
@@ -53,7 +54,8 @@ class EngineCore:
     """Continuous batching over `model`. Not thread-safe: one caller drives it.
 
     Args:
-        model: the decoder, already holding the weights of `version`.
+        model: the decoder, already holding the weights of `version`. The core takes it over: its
+            fp32 CPU matrices are laid out anew in memory.
         config: sizes; max_context must not exceed the model's positions.
         version: stamp of the weights in `model`.
         clock: monotonic seconds, for deadlines and timings.
@@ -77,6 +79,7 @@ class EngineCore:
                 "positions; lower it"
             )
         self.model = model.eval()
+        store_input_major(model)
         self.config = config
         self._clock = clock
         self._vocab = shape.vocab_size
