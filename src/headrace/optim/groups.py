@@ -17,6 +17,7 @@ from headrace.errors import UserError
 from headrace.optim.blocks import MatrixParameter, matrix_blocks
 from headrace.optim.muon import Muon
 from headrace.optim.newton_schulz import Precision
+from headrace.optim.updates import SCRATCH_ELEMENTS
 
 Algorithm = Literal["adamw", "muon", "muon_split"]
 Role = Literal["matrix", "embedding", "norm", "router", "indexer", "indexer_norm"]
@@ -41,6 +42,7 @@ class OptimizerGroups(NamedTuple):
         indexer: of everything in the sparse-attention indexer.
         precision: of Muon's iteration; see `newton_schulz.resolve_precision`.
         split_qkv_heads: also cut grouped-query projections by head under "muon_split".
+        scratch_elements: bounds Muon's memory; see `updates.SCRATCH_ELEMENTS`.
     """
 
     learning_rate: float
@@ -56,6 +58,7 @@ class OptimizerGroups(NamedTuple):
     indexer: float = 1.0
     precision: Precision = "auto"
     split_qkv_heads: bool = False
+    scratch_elements: int = SCRATCH_ELEMENTS
 
 
 class GroupSummary(NamedTuple):
@@ -113,7 +116,13 @@ def _build_muon(
     matrices: list[tuple[list[MatrixParameter], dict[str, Any]]], config: OptimizerGroups
 ) -> Muon:
     (blocks, options), *others = matrices
-    muon = Muon(blocks, config.learning_rate, momentum=config.momentum, precision=config.precision)
+    muon = Muon(
+        blocks,
+        config.learning_rate,
+        momentum=config.momentum,
+        precision=config.precision,
+        scratch_elements=config.scratch_elements,
+    )
     muon.param_groups[0].update(options)
     for blocks, options in others:
         muon.add_blocks(blocks, **options)

@@ -31,7 +31,7 @@ def orthogonalise(matrices: Tensor) -> Tensor:
     a, b, c = COEFFICIENTS
     tall = matrices.shape[1] > matrices.shape[2]
     x = matrices.transpose(1, 2) if tall else matrices
-    x = x / (x.norm(dim=(1, 2), keepdim=True) + _TINY)
+    x = x / x.norm(dim=(1, 2), keepdim=True).clamp_min(_TINY)
     for _ in range(STEPS):
         gram = torch.bmm(x, x.transpose(1, 2))
         polynomial = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
