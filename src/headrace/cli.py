@@ -309,6 +309,22 @@ def doctor() -> int:
     return exit_code(checks)
 
 
+@app.command()
+def model(
+    name: Annotated[
+        str,
+        typer.Argument(
+            metavar="NAME", help="glm5-tiny, glm5-mini, glm5, or a checkpoint directory."
+        ),
+    ],
+) -> int:
+    """Print a model's shape, parameters, active ones per token, and cache size. Loads no weights."""
+    from headrace.model_info import model_table
+
+    Console().print(model_table(name))
+    return 0
+
+
 def _stored_recipe(run_dir: Path) -> dict[str, object]:
     """The resolved recipe a run wrote when it began.
 

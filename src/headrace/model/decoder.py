@@ -6,7 +6,7 @@ Projections that read the same input are stored fused; `hf_tensors` splits them.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import cast
 
 import torch
@@ -136,13 +136,17 @@ class Decoder(nn.Module):
         return self.embed.weight if self.lm_head is None else self.lm_head.weight
 
     @torch.no_grad()
-    def init_weights(self, seed: int) -> None:
-        """Fill all parameters with random values that depend on config and `seed` only.
+    def init_weights(self, seed: int, only: Callable[[str], bool] | None = None) -> None:
+        """Fill parameters with random values that depend on config and `seed` only.
 
         Embedding and output projection are normal with std 0.02, other matrices normal with std
         1 / sqrt(inputs), and matrices that write to the residual stream are smaller by
         sqrt(2 * layers) so that its variance does not grow with depth. Norms are 1, biases 0.
         Values are drawn on the CPU in fp32, so they are the same on every device.
+
+        Args:
+            seed: of the values.
+            only: says by name which parameters and buffers to fill; None is all. The others stay.
         """
         generator = torch.Generator().manual_seed(seed)
         outputs = {
@@ -152,9 +156,10 @@ class Decoder(nn.Module):
             for weight in part.residual_outputs()
         }
         for name, parameter in self.named_parameters():
-            self._fill(name, parameter, generator, residual=id(parameter) in outputs)
+            if only is None or only(name):
+                self._fill(name, parameter, generator, residual=id(parameter) in outputs)
         for name, buffer in self.named_buffers():
-            if name.endswith("router.bias"):
+            if name.endswith("router.bias") and (only is None or only(name)):
                 buffer.zero_()
 
     def _fill(
