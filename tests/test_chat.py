@@ -1,4 +1,4 @@
-"""Chat: tool calls are shown, carried out when asked, and a conversation goes on."""
+"""Chat: thinking and tool calls are shown, calls carried out when asked, a conversation goes on."""
 
 import io
 
@@ -6,14 +6,21 @@ import pytest
 from rich.console import Console
 
 from headrace.chat import ChatOptions, Conversation, read_files
+from headrace.engine.types import GenerationResult
 from headrace.errors import UserError
 from headrace.gateway.protocol import ApiError
+from headrace.gateway.sessions import Gateway
+from headrace.rollout.types import FinishReason, Span
 from headrace.sandbox.types import CommandResult, EndReason, FileEntry
+from headrace.tokens.library import LibraryRenderer
+from headrace.tokens.training import SMALLEST_VOCABULARY, train_tokenizer
 
 
-def answer(content="", calls=(), finish="stop"):
+def answer(content="", calls=(), finish="stop", thinking=None):
     """A chat completion as the gateway returns it; calls are (name, arguments) pairs."""
     message: dict[str, object] = {"role": "assistant", "content": content}
+    if thinking is not None:
+        message["reasoning_content"] = thinking
     if calls:
         message["tool_calls"] = [
             {"id": f"c{i}", "type": "function", "function": {"name": n, "arguments": a}}
@@ -50,9 +57,35 @@ class EchoSandbox:
         return CommandResult(0, f"ran {command}\n".encode(), False, EndReason.EXITED, 0.0)
 
 
-def conversation(gateway, sandbox=None, **options):
-    console = Console(file=io.StringIO(), width=80)
-    return Conversation(gateway, "key", ChatOptions(**options), console, sandbox), console
+class SpeakingEngine:
+    """Samples prepared texts, template tokens and all."""
+
+    max_context = 4096
+    weight_version = 0
+
+    def __init__(self, tokenizer, *texts):
+        self.tokenizer = tokenizer
+        self.texts = list(texts)
+        self.prompts = []
+
+    async def generate(self, request):
+        self.prompts.append(self.tokenizer.decode(request.prompt_ids))
+        ids = tuple(self.tokenizer.encode(self.texts.pop(0)))
+        stopped = ids[-1] in request.sampling.stop_ids
+        reason = FinishReason.STOP if stopped else FinishReason.LENGTH
+        return GenerationResult(request.id, (Span(ids, (-1.0,) * len(ids), 0, "e"),), reason)
+
+    async def abort(self, request_id):
+        pass
+
+    async def load_weights(self, path, version):
+        pass
+
+
+def conversation(gateway, sandbox=None, *, key="key", terminal=False, **options):
+    colors = "standard" if terminal else None
+    console = Console(file=io.StringIO(), width=80, force_terminal=terminal, color_system=colors)
+    return Conversation(gateway, key, ChatOptions(**options), console, sandbox), console
 
 
 def shown(console):
@@ -111,6 +144,57 @@ async def test_a_call_that_cannot_be_read_is_answered_not_run(call):
     await talk.say("go")
     assert sandbox.commands == []
     assert gateway.bodies[1]["messages"][-1]["content"].startswith("error: call bash")
+
+
+async def test_thinking_is_shown_dimmed_before_the_answer():
+    gateway = ScriptedGateway(answer("12", thinking="I count\nthe lines.\n"))
+    talk, console = conversation(gateway)
+    await talk.say("how many?")
+    assert shown(console) == "think I count\nthe lines.\n12\n"
+    talk, console = conversation(gateway, terminal=True)
+    await talk.say("how many?")
+    dim, plain = shown(console).split("the lines.")
+    assert dim.startswith("\x1b[2;3mthink I count")
+    assert "2;3" not in plain
+    talk, console = conversation(ScriptedGateway(answer("12", thinking=" ")))
+    await talk.say("how many?")
+    assert shown(console) == "12\n"
+
+
+async def test_a_thinking_model_behind_the_gateway_thinks_calls_and_answers():
+    """GLM-5's format end to end: thinking of a tool cycle stays, a new question removes it."""
+    tokenizer = train_tokenizer([], SMALLEST_VOCABULARY)
+    call = "<tool_call>bash<arg_key>command</arg_key><arg_value>wc -l</arg_value></tool_call>"
+    engine = SpeakingEngine(
+        tokenizer,
+        f"I count.</think>{call}<|observation|>",
+        "So 3.</think>3 lines<|user|>",
+        "I am.</think>yes<|user|>",
+        "I never end",
+    )
+    gateway = Gateway(engine, LibraryRenderer("glm-5", tokenizer))
+    key = gateway.open_session("chat")
+    talk, console = conversation(gateway, EchoSandbox(), key=key, system="Be brief.")
+    for text in ("how many?", "sure?", "really?"):
+        await talk.say(text)
+    await gateway.close()
+    assert shown(console).splitlines() == [
+        "think I count.",
+        'call bash {"command":"wc -l"}',
+        "     ran wc -l",
+        "think So 3.",
+        "3 lines",
+        "think I am.",
+        "yes",
+        "I never end",
+        "(cut; allow more with --max-tokens)",
+    ]
+    assert engine.prompts[1].endswith(
+        f"<think>I count.</think>{call}<|observation|><tool_response>ran wc -l</tool_response>"
+        "<|assistant|><think>"
+    )
+    assert engine.prompts[2].endswith("</think>3 lines<|user|>sure?<|assistant|><think>")
+    assert "I count." not in engine.prompts[2]
 
 
 async def test_endless_tool_calls_are_stopped():

@@ -1,8 +1,8 @@
-"""Talking to a checkpoint in a terminal, with tool calls shown and, if wanted, carried out.
+"""Talking to a checkpoint in a terminal; thinking and tool calls show, calls run if wanted.
 
 The conversation is one gateway session, so each turn extends exactly the tokens the model read and
-wrote before. Input is read between turns, outside the event loop, so that Ctrl-C and Ctrl-D behave
-as in any other program.
+wrote before, unless its format drops earlier thinking when the user speaks again. Input is read
+between turns, outside the event loop, so that Ctrl-C and Ctrl-D behave as in any other program.
 """
 
 import asyncio
@@ -127,6 +127,8 @@ class Conversation:
             raise UserError(f"chat: {error}; start a new conversation") from error
         choice = answer["choices"][0]
         message = choice["message"]
+        if thinking := (message.get("reasoning_content") or "").strip():
+            self._print(thinking, "dim italic", "think ")
         if message.get("content"):
             self._print(message["content"])
         if choice["finish_reason"] == "length":
