@@ -1,0 +1,1 @@
+"""C++ kernels of the fast CPU ops, and their build."""
