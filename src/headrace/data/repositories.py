@@ -17,8 +17,8 @@ from dataclasses import dataclass
 
 from headrace.data.documents import Document
 
-_MOST_LINES = 2000
-"""Longer files are not edited: their diffs are slow to find and fit into no small context."""
+_MOST_CHARACTERS = 100_000
+"""Longer files are not edited: their diffs are slow to find and fit into few contexts."""
 _MOST_TOUCHED = 4
 
 
@@ -113,17 +113,24 @@ class Commit:
         return f"=== commit ===\n{self.message}\n\n{self.diff}"
 
 
-def synthetic_commit(files: Sequence[Document], seed: int | str) -> Commit | None:
+def synthetic_commit(
+    files: Sequence[Document], seed: int | str, max_characters: int = _MOST_CHARACTERS
+) -> Commit | None:
     """A change of `files` (one group), or None when this seed finds nothing to change.
 
     The changes: a function that is in the file is added, a function is renamed wherever it is
     named, or a constant gets another value. Equal arguments give equal commits.
+
+    Args:
+        files: all files of the group.
+        seed: which change.
+        max_characters: longer files are not changed.
     """
     rng = random.Random(f"commit/{seed}")
     candidates = [
         file
         for file in sorted(files, key=lambda file: file.id)
-        if file.id.endswith(".py") and file.text.count("\n") <= _MOST_LINES
+        if file.id.endswith(".py") and len(file.text) <= max_characters
     ]
     if not candidates:
         return None
@@ -132,8 +139,8 @@ def synthetic_commit(files: Sequence[Document], seed: int | str) -> Commit | Non
     edits = [_added_function, _renamed_function, _changed_constant]
     rng.shuffle(edits)
     for edit in edits:
-        found = edit(rng, file, candidates)
-        if found is not None:
+        found = edit(rng, file, list(files))
+        if found is not None and all(len(old) <= max_characters for _, old, _ in found.files):
             changed = [(path, old, new) for path, old, new in found.files if old != new]
             diff = "".join(unified_diff(path, old, new) for path, old, new in changed)
             before = tuple((path, old) for path, old, _ in changed)
@@ -218,6 +225,7 @@ def _renamed_function(rng: random.Random, file: Document, files: list[Document])
         new = f"_{new}"
     word = re.compile(rf"\b{re.escape(old)}\b")
     touched = [other for other in files if old in other.text and word.search(other.text)]
+    touched.sort(key=lambda other: other.id)
     taken = re.compile(rf"\b{re.escape(new)}\b")
     if len(touched) > _MOST_TOUCHED or any(taken.search(other.text) for other in touched):
         return None

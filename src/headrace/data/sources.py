@@ -1,11 +1,12 @@
 """A training source: which documents of a corpus, in which shape, as tokens.
 
-`open_source` turns a `SourceSpec` into a `TokenStore`: plain documents, related files joined, commits
-made up over them, or synthetic retrieval. Stores are cached by the content of the corpus, the
-tokenizer and the spec, so each is tokenised once on a machine.
+`open_source` turns a `SourceSpec` into a `TokenStore`: plain documents, related files joined,
+commits made up over them, or synthetic retrieval. Stores are cached by the content of the corpus,
+the tokenizer and the spec, so each is tokenised once on a machine.
 """
 
 import hashlib
+import logging
 import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -16,7 +17,7 @@ import numpy as np
 
 from headrace.data.corpora import CorpusSpec, open_corpus
 from headrace.data.documents import Document
-from headrace.data.repositories import file_text, related_files, synthetic_commit
+from headrace.data.repositories import Commit, file_text, related_files, synthetic_commit
 from headrace.data.retrieval import RetrievalSpec, retrieval_examples
 from headrace.data.token_store import FORMAT, TokenDocument, TokenStore, cached_store
 from headrace.errors import UserError
@@ -25,7 +26,13 @@ from headrace.tokens.tokenizer import TextTokenizer
 Shape = Literal["documents", "related", "commits", "retrieval"]
 SHAPES: tuple[Shape, ...] = ("documents", "related", "commits", "retrieval")
 
+_log = logging.getLogger(__name__)
+
 _BATCH_CHARACTERS = 1 << 20
+_CHARACTERS_PER_TOKEN = 4
+"""About the most that text of a context has; longer files are not even tried."""
+_COMMIT_ATTEMPTS = 4
+_STRIDE = 7919
 _MAKING = 1
 """Raised whenever a spec gives other tokens than before, so that no stale store is used."""
 
@@ -216,40 +223,57 @@ class _Maker:
     def _commits(self) -> Iterator[TokenDocument]:
         """Commits whose changed files and diff fit; other files of the group fill the space."""
         groups = related_files(self._texts())
-        if not groups:
-            return
-        encoded: dict[str, list[int]] = {}
-        # Groups of many files get more commits, in the order of their names.
+        # Groups of many files get more commits; a stride mixes the groups.
         turns = [group for group in groups for _ in group]
-        for i in range(self._spec.count):
-            group = turns[i * 7919 % len(turns)]
-            commit = synthetic_commit(group, f"{self._spec.seed}/{i}")
-            if commit is None:
+        made = 0
+        encoded: dict[str, list[int]] = {}
+        for i in range(_COMMIT_ATTEMPTS * self._spec.count if turns else 0):
+            group = turns[i * _STRIDE % len(turns)]
+            commit = synthetic_commit(
+                group, f"{self._spec.seed}/{i}", self._room * _CHARACTERS_PER_TOKEN
+            )
+            document = None if commit is None else self._commit(commit, group, encoded)
+            if document is not None:
+                yield document
+                made += 1
+                if made == self._spec.count:
+                    return
+        if made < self._spec.count:
+            _log.warning(
+                "source commits of %r: %d of %d commits of at most %d tokens found",
+                _name(self._spec),
+                made,
+                self._spec.count,
+                self._spec.tokens,
+            )
+
+    def _commit(
+        self, commit: Commit, group: list[Document], encoded: dict[str, list[int]]
+    ) -> TokenDocument | None:
+        change = commit.change_text()
+        texts = [*(file_text(path, text) for path, text in commit.before), change]
+        parts = self._tokenizer.encode_texts(texts)
+        free = self._room - sum(map(len, parts))
+        if free < 0:
+            return None
+        context: list[int] = []
+        context_bytes = 0
+        changed = {path for path, _ in commit.before}
+        for file in group:
+            text = file_text(file.id, file.text)
+            if file.id in changed or len(text) > free * _CHARACTERS_PER_TOKEN:
                 continue
-            change = commit.change_text()
-            texts = [*(file_text(path, text) for path, text in commit.before), change]
-            parts = self._tokenizer.encode_texts(texts)
-            free = self._room - sum(map(len, parts))
-            if free < 0:
-                continue
-            context: list[int] = []
-            context_bytes = 0
-            changed = {path for path, _ in commit.before}
-            for file in group:
-                if file.id in changed:
-                    continue
-                text = file_text(file.id, file.text)
-                ids = encoded.get(file.id)
-                if ids is None:
-                    ids = encoded[file.id] = self._tokenizer.encode_text(text)
-                if len(ids) <= free:
-                    context += ids
-                    free -= len(ids)
-                    context_bytes += _size(text)
-            ids = [*context, *(token for part in parts for token in part)]
-            weights = np.ones(len(ids), np.float32)
-            weights[len(ids) - len(parts[-1]) :] = self._spec.diff_weight
-            yield self._framed(ids, context_bytes + sum(map(_size, texts)), weights)
+            ids = encoded.get(file.id)
+            if ids is None:
+                ids = encoded[file.id] = self._tokenizer.encode_text(text)
+            if len(ids) <= free:
+                context += ids
+                free -= len(ids)
+                context_bytes += _size(text)
+        ids = [*context, *(token for part in parts for token in part)]
+        weights = np.ones(len(ids), np.float32)
+        weights[len(ids) - len(parts[-1]) :] = self._spec.diff_weight
+        return self._framed(ids, context_bytes + sum(map(_size, texts)), weights)
 
     def _retrieval(self) -> Iterator[TokenDocument]:
         spec = self._spec
