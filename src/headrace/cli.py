@@ -318,7 +318,7 @@ def model(
         ),
     ],
 ) -> int:
-    """Print a model's shape, parameters, active ones per token, and cache size. Loads no weights."""
+    """Print a model's shape, parameters (total and active) and cache size. Loads no weights."""
     from headrace.model_info import model_table
 
     Console().print(model_table(name))
