@@ -19,6 +19,7 @@ from headrace.ops.registry import OpFallbackWarning, register, resolve, use
 __all__ = [
     "Layout",
     "OpFallbackWarning",
+    "dense",
     "dense_attention",
     "grouped_matmul",
     "indexer_scores",

@@ -5,9 +5,10 @@ length padded together. torch's bfloat16 backward repacks every tile and is up t
 than plain matrix products on short sequences; those get a blockwise backward of their own.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -21,14 +22,24 @@ from headrace.ops.registry import register
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
-_SHORT = 256
-"""Sequences up to this many tokens may be padded to share a call; a longer one fills it alone."""
+_SHORT = {torch.bfloat16: 256, torch.float32: 32}
+"""Sequences up to this many tokens may be padded to share a call; a longer one fills it alone.
+Copying them together costs less than it saves only where the calls are small (measured)."""
 
 _WASTE = 1.25
 """Most tokens of a padded batch per real token."""
 
+_LONGEST_BLOCKWISE = 1024
+"""Keys up to which the blockwise bfloat16 backward is the faster one (measured)."""
+
 _BLOCK = 128
 """Query rows whose probabilities the blockwise backward holds at once."""
+
+_WHOLE = 1 << 21
+"""Probabilities up to which it takes all rows as one block."""
+
+_HIDDEN = 1e20
+"""Log-sum-exp of a padding row in the backward: makes its probabilities zero."""
 
 
 def dense_attention(q: Tensor, k: Tensor, v: Tensor, layout: Layout, *, scale: float) -> Tensor:
@@ -39,15 +50,15 @@ def dense_attention(q: Tensor, k: Tensor, v: Tensor, layout: Layout, *, scale: f
 class _DenseAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, layout: Layout, scale: float) -> Tensor:
-        groups = _groups(layout)
-        out = q.new_zeros(q.shape[0], q.shape[1], v.shape[2])
+        plan = _plan(layout, _SHORT[q.dtype])
+        out = _new_rows(q.shape[0], plan.queries, (q.shape[1], v.shape[2]), q.dtype)
         lses = []
-        for group in groups:
+        for group in plan.groups:
             part, lse = _attend(group.queries(q), group.keys(k), group.keys(v), scale)
             group.put_queries(out, part)
             lses.append(lse)
         ctx.save_for_backward(q, k, v, out, *lses)
-        ctx.groups, ctx.scale = groups, scale
+        ctx.plan, ctx.scale = plan, scale
         return out
 
     @staticmethod
@@ -55,24 +66,27 @@ class _DenseAttention(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, *lses = ctx.saved_tensors
         grad = _unit_stride(grads[0])
-        dq = torch.zeros_like(q, memory_format=torch.contiguous_format)
+        plan: _Plan = ctx.plan
+        dq = _new_rows(q.shape[0], plan.queries, q.shape[1:], q.dtype)
         # Key ranges may overlap (a shared prefix); their sum must not be rounded at every step.
-        dk, dv = (torch.zeros(x.shape, dtype=torch.float32) for x in (k, v))
-        for group, lse in zip(ctx.groups, lses, strict=True):
+        dtype = torch.float32 if plan.overlapping else k.dtype
+        dk, dv = (_new_rows(k.shape[0], plan.keys, x.shape[1:], dtype) for x in (k, v))
+        for group, lse in zip(plan.groups, lses, strict=True):
             inputs = (group.queries(q), group.keys(k), group.keys(v))
-            small = q.dtype == torch.bfloat16 and group.key_length <= _longest_blockwise(q.shape[2])
+            small = q.dtype == torch.bfloat16 and group.key_length <= _LONGEST_BLOCKWISE
             gradients = (_blockwise_backward if small else _long_backward)(
-                *inputs, group.queries(out), lse, group.gradients(grad), ctx.scale
+                *inputs, group.queries(out), group.hide_padding(lse), group.queries(grad), ctx.scale
             )
             group.put_queries(dq, gradients[0])
-            group.add_keys(dk, gradients[1])
-            group.add_keys(dv, gradients[2])
+            group.put_keys(dk, gradients[1], plan.overlapping)
+            group.put_keys(dv, gradients[2], plan.overlapping)
         return dq, dk.to(k.dtype), dv.to(v.dtype), None, None
 
 
-def _longest_blockwise(head_dim: int) -> int:
-    """Keys up to which the blockwise bfloat16 backward is the faster one (measured)."""
-    return 1024 if head_dim <= 128 else 2048
+def _new_rows(rows: int, covered: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """[rows, *shape], zero unless each of the rows is going to be written."""
+    new = torch.empty if covered == rows else torch.zeros
+    return new(rows, *shape, dtype=dtype)
 
 
 # -- attention of equally long sequences, all [B, H or Hkv, rows, width] ----------------------
@@ -96,7 +110,8 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tens
         _flash(q, k[:, :, older:], v[:, :, older:], 0.0, True, attn_mask=None, scale=scale),
     ]
     lse = torch.logaddexp(parts[0][1], parts[1][1])
-    out = sum(o.float() * (part - lse).exp()[..., None] for o, part in parts)
+    first, last = (o.float() * (part - lse).exp()[..., None] for o, part in parts)
+    out = first + last
     return out[..., :width].to(q.dtype), lse
 
 
@@ -146,10 +161,12 @@ def _blockwise_backward(
     k_ones = torch.cat((k, ones), dim=-1).flatten(0, 1)
     v_ones = torch.cat((v, ones), dim=-1).flatten(0, 1)
     dq = torch.empty_like(q, memory_format=torch.contiguous_format)
-    dk = torch.zeros(batch * kv_heads, keys, width)
-    dv = torch.zeros(batch * kv_heads, keys, value_width)
-    for begin in range(0, rows, _BLOCK):
-        end = min(begin + _BLOCK, rows)
+    block = _BLOCK if batch * heads * rows * keys > _WHOLE else rows
+    dk, dv = (
+        torch.zeros(batch * kv_heads, keys, w if block < rows else 0) for w in (width, value_width)
+    )
+    for begin in range(0, rows, block):
+        end = min(begin + block, rows)
         seen = older + end
         # The query heads of one key head stand below each other.
         folded = (batch * kv_heads, share * (end - begin), -1)
@@ -158,10 +175,15 @@ def _blockwise_backward(
         p = torch.bmm(q_block, k_ones[:, :seen].mT).mul_(scale).exp_()
         p.view(batch * heads, end - begin, seen).tril_(older + begin)
         ds = torch.bmm(grad_block, v_ones[:, :seen].mT).mul_(p)
-        dv[:, :seen] += torch.bmm(p.mT, grad_block[..., :value_width])
-        dk[:, :seen] += torch.bmm(ds.mT, q_block[..., :width])
-        block = torch.bmm(ds, k_ones[:, :seen, :width])
-        dq[:, :, begin:end] = block.view(batch, heads, end - begin, width)
+        dv_block = torch.bmm(p.mT, grad_block[..., :value_width])
+        dk_block = torch.bmm(ds.mT, q_block[..., :width])
+        dq_block = torch.bmm(ds, k_ones[:, :seen, :width])
+        dq[:, :, begin:end] = dq_block.view(batch, heads, end - begin, width)
+        if block == rows:
+            dk, dv = dk_block, dv_block
+        else:
+            dk[:, :seen] += dk_block
+            dv[:, :seen] += dv_block
     return dq.mul_(scale), dk.mul_(scale).view(k.shape), dv.view(v.shape)
 
 
@@ -185,9 +207,10 @@ class _Group:
         query_start, key_start: where they begin when they lie one after the other, in which case
             `query_rows` is None.
         query_length, key_length: rows of each, padding included.
-        query_rows, key_rows: otherwise the row of each place of the batch, int64 [count * length];
-            places of padding repeat some row.
-        query_real, key_real: the places without padding, int64; None when all are.
+        query_rows, key_rows: otherwise the rows without padding, int64.
+        real: their places in the batch, int64; None when there is no padding.
+        query_gather, key_gather: the row of every place, int64 [count * length]; places of padding
+            repeat some row.
     """
 
     count: int
@@ -197,55 +220,49 @@ class _Group:
     key_length: int
     query_rows: Tensor | None = None
     key_rows: Tensor | None = None
-    query_real: Tensor | None = None
-    key_real: Tensor | None = None
+    real: Tensor | None = None
+    query_gather: Tensor | None = None
+    key_gather: Tensor | None = None
 
     def queries(self, x: Tensor) -> Tensor:
         """[S, H, w] -> [count, H, query_length, w]."""
-        return self._take(x, self.query_start, self.query_length, self.query_rows)
+        return self._take(x, self.query_start, self.query_length, self.query_gather)
 
     def keys(self, x: Tensor) -> Tensor:
         """[T, Hkv, w] -> [count, Hkv, key_length, w]."""
-        return self._take(x, self.key_start, self.key_length, self.key_rows)
+        return self._take(x, self.key_start, self.key_length, self.key_gather)
 
-    def gradients(self, grad: Tensor) -> Tensor:
-        """As `queries`, but zero in the padding, which thus has no influence on anything."""
-        taken = self.queries(grad)
-        if self.query_real is None:
-            return taken
-        mask = torch.zeros(self.count * self.query_length, dtype=grad.dtype)
-        mask[self.query_real] = 1
-        return taken * mask.view(self.count, 1, self.query_length, 1)
+    def hide_padding(self, lse: Tensor) -> Tensor:
+        """Log-sum-exp [count, H, query_length] under which padding influences no gradient."""
+        if self.real is None:
+            return lse
+        padding = torch.ones(self.count * self.query_length, dtype=torch.bool)
+        padding[self.real] = False
+        return lse.masked_fill(padding.view(self.count, 1, self.query_length), _HIDDEN)
 
     def put_queries(self, target: Tensor, x: Tensor) -> None:
         """Inverse of `queries`: writes to `target` what is not padding."""
-        x = x.transpose(1, 2)
-        if self.query_rows is None:
-            rows = slice(self.query_start, self.query_start + self.count * self.query_length)
-            target[rows].view(x.shape).copy_(x)
-            return
-        x, rows = x.flatten(0, 1), self.query_rows
-        if self.query_real is not None:
-            x, rows = x[self.query_real], rows[self.query_real]
-        target[rows] = x
+        self._put(target, x, self.query_start, self.query_rows, add=False)
 
-    def add_keys(self, target: Tensor, x: Tensor) -> None:
-        """Adds [count, Hkv, key_length, w] to rows of `target` [T, Hkv, w] float32."""
+    def put_keys(self, target: Tensor, x: Tensor, add: bool) -> None:
+        """Inverse of `keys`; adds to `target` instead of writing when `add`."""
+        self._put(target, x, self.key_start, self.key_rows, add)
+
+    def _put(self, target: Tensor, x: Tensor, start: int, rows: Tensor | None, add: bool) -> None:
         x = x.transpose(1, 2)
-        if self.key_rows is None:
-            rows = slice(self.key_start, self.key_start + self.count * self.key_length)
-            target[rows].view(x.shape).add_(x)
+        if rows is None:
+            view = target[start : start + x.shape[0] * x.shape[1]].view(x.shape)
+            _ = view.add_(x) if add else view.copy_(x)
             return
-        x, rows = x.flatten(0, 1), self.key_rows
-        if self.key_real is not None:
-            x, rows = x[self.key_real], rows[self.key_real]
-        target.index_add_(0, rows, x.float())
+        x = x.flatten(0, 1)
+        if self.real is not None:
+            x = x.index_select(0, self.real)
+        x = x.to(target.dtype)
+        _ = target.index_add_(0, rows, x) if add else target.index_copy_(0, rows, x)
 
     def _take(self, x: Tensor, start: int, length: int, rows: Tensor | None) -> Tensor:
-        if rows is None:
-            x = x[start : start + self.count * length]
-        else:
-            x = x.index_select(0, rows)
+        span = slice(start, start + self.count * length)
+        x = x[span] if rows is None else x.index_select(0, rows)
         return x.unflatten(0, (self.count, length)).transpose(1, 2)
 
 
@@ -265,29 +282,55 @@ class _Sequence:
         )
 
 
+@dataclass(frozen=True)
+class _Plan:
+    """How a layout is computed.
+
+    Attributes:
+        groups: a partition of the sequences that have queries.
+        queries, keys: rows in them all together.
+        overlapping: whether a key row belongs to several of them.
+    """
+
+    groups: tuple[_Group, ...]
+    queries: int
+    keys: int
+    overlapping: bool
+
+
 @lru_cache(maxsize=32)
-def _groups(layout: Layout) -> tuple[_Group, ...]:
-    """A partition of the sequences that have queries. The same for every layer of a forward."""
+def _plan(layout: Layout, short: int) -> _Plan:
+    """The plan of a layout, kept because every layer of a forward needs the same one.
+
+    Args:
+        short: length up to which sequences are padded to share a call.
+    """
     fields = (layout.query_start, layout.query_length, layout.key_start, layout.key_length)
+    sequences = [_Sequence(*numbers) for numbers in zip(*fields, strict=True) if numbers[1]]
+    by_key = sorted(sequences, key=lambda s: s.key_start)
+    overlapping = any(a.key_start + a.key_length > b.key_start for a, b in pairwise(by_key))
     runs: list[list[_Sequence]] = []
-    for numbers in zip(*fields, strict=True):
-        sequence = _Sequence(*numbers)
-        if not sequence.query_length:
-            continue
+    for sequence in sequences:
         if runs and sequence.follows(runs[-1][-1]):
             runs[-1].append(sequence)
         else:
             runs.append([sequence])
-    groups, short = [], []
+    groups: list[_Group] = []
+    joined: list[_Sequence] = []
     for run in runs:
         first = run[0]
         whole = first.query_length == first.key_length
-        if len(runs) > 1 and whole and first.key_length <= _SHORT:
-            short += run
+        if len(runs) > 1 and whole and first.key_length <= short:
+            joined += run
         else:
             groups.append(_Group(len(run), *_numbers(first)))
-    groups += [_padded(batch) for batch in _batches(short)]
-    return tuple(groups)
+    groups += [_padded(batch) for batch in _batches(joined)]
+    return _Plan(
+        tuple(groups),
+        sum(s.query_length for s in sequences),
+        sum(s.key_length for s in sequences),
+        overlapping,
+    )
 
 
 def _batches(sequences: list[_Sequence]) -> Iterator[list[_Sequence]]:
@@ -311,18 +354,19 @@ def _padded(batch: list[_Sequence]) -> _Group:
 
     What is right of a token is invisible to it, so padding needs no mask.
     """
-    if all(right.follows(left) for left, right in zip(batch, batch[1:], strict=False)):
+    if all(right.follows(left) for left, right in pairwise(batch)):
         return _Group(len(batch), *_numbers(batch[0]))
     longest = batch[0].key_length
     place = torch.arange(longest)
     lengths = torch.tensor([s.key_length for s in batch])
     inside = torch.minimum(place, lengths[:, None] - 1)
-    query_rows = (torch.tensor([s.query_start for s in batch])[:, None] + inside).flatten()
-    key_rows = (torch.tensor([s.key_start for s in batch])[:, None] + inside).flatten()
-    real = None
-    if batch[-1].key_length < longest:
-        real = (place < lengths[:, None]).flatten().nonzero()[:, 0]
-    return _Group(len(batch), 0, longest, 0, longest, query_rows, key_rows, real, real)
+    queries = (torch.tensor([s.query_start for s in batch])[:, None] + inside).flatten()
+    keys = (torch.tensor([s.key_start for s in batch])[:, None] + inside).flatten()
+    size = (len(batch), 0, longest, 0, longest)
+    if batch[-1].key_length == longest:
+        return _Group(*size, queries, keys, None, queries, keys)
+    real = (place < lengths[:, None]).flatten().nonzero()[:, 0]
+    return _Group(*size, queries[real], keys[real], real, queries, keys)
 
 
 def _numbers(sequence: _Sequence) -> tuple[int, int, int, int]:
