@@ -28,7 +28,9 @@ from headrace.cluster.local import LocalCluster, available_cores
 from headrace.recipe import AgenticRlStage, Recipe
 from headrace.rollout.ledger import Ledger
 from headrace.rollout.types import Outcome
-from headrace.stages import StageContext, next_version, open_trainer, run_agentic_rl
+from headrace.stages.agentic_rl import run_agentic_rl
+from headrace.stages.context import StageContext, next_version
+from headrace.stages.new_model import create_checkpoint
 from headrace.system import open_system
 from headrace.tasks.terminal.agent import ClientPool
 from headrace.tasks.types import Endpoint, RolloutResult, TaskInstance
@@ -120,31 +122,17 @@ async def create_model(arguments: argparse.Namespace, folder: Path) -> Path:
     """A checkpoint with random weights that both modes start from."""
     tokenizer = train_tokenizer(["item result 0 1 2 3 4 5 6 7 8 9"] * 20, 320)
     tokenizer.save(folder / "tokenizer")
-    init = recipe_of(arguments, "sync").model.init
-    assert init is not None
     cluster = LocalCluster()
     try:
-        cores = available_cores()
-        async with open_trainer(cluster, "initialiser", cores[:1], 1, folder) as worker:
-            config = {
-                "vocab_size": tokenizer.vocab_size,
-                "hidden_size": init.hidden_size,
-                "intermediate_size": init.intermediate_size,
-                "num_layers": init.num_layers,
-                "num_heads": init.num_heads,
-                "num_kv_heads": init.num_kv_heads,
-                "head_dim": init.hidden_size // init.num_heads,
-                "max_positions": init.max_positions,
-                "tie_embeddings": True,
-                "family": "llama",
-            }
-            payload = {
-                "config": config,
-                "seed": 0,
-                "path": str(folder / "start"),
-                "tokenizer": str(folder / "tokenizer"),
-            }
-            await worker.request("create", payload)
+        await create_checkpoint(
+            cluster,
+            recipe_of(arguments, "sync").model,
+            tokenizer,
+            folder / "tokenizer",
+            folder / "start",
+            seed=0,
+            run_dir=folder,
+        )
     finally:
         await cluster.close()
     return folder / "start"
@@ -178,6 +166,7 @@ async def measure(
                     run_dir=folder,
                     ledger=ledger,
                     cluster=cluster,
+                    cores=system.cores,
                     system=system,
                     tasks={task.name: task},
                     log=lambda _stage, _step, row: rows.append((time.time(), row)),

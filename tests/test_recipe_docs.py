@@ -29,6 +29,8 @@ def test_defaults_and_bounds_are_shown():
 
 
 def test_a_default_that_differs_by_stage_kind_is_listed_with_the_kind():
-    sft, rl = render_recipe_docs().split("## [[stages]]")[2:4]
-    assert "| `learning_rate` | number > 0.0 | 0.002 |" in sft
+    sections = {part.partition("\n")[0]: part for part in render_recipe_docs().split("\n## ")}
+    warmup = sections['[[stages]] with kind = "dsa_warmup"']
+    rl = sections['[[stages]] with kind = "agentic_rl"']
+    assert "| `learning_rate` | number > 0.0 | 0.005 |" in warmup
     assert "| `learning_rate` | number > 0.0 | 0.0002 |" in rl

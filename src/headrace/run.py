@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from headrace.cluster.local import LocalCluster, available_cores
+from headrace.cluster.local import LocalCluster
 from headrace.cluster.types import WorkerDied, WorkerFailure
 from headrace.errors import UserError
 from headrace.observe.live import LiveView
@@ -22,25 +22,22 @@ from headrace.observe.metrics import MetricsWriter
 from headrace.observe.report import write_report
 from headrace.observe.statistics import wilson
 from headrace.observe.summary import write_summary
-from headrace.recipe import Recipe, SftStage, Stage
+from headrace.recipe import AgenticRlStage, EvaluationTable, LanguageStage, Recipe, SftStage, Stage
 from headrace.rollout.audit import audit
 from headrace.rollout.evaluation import STAGE as EVALUATION_STAGE
 from headrace.rollout.evaluation import evaluate
 from headrace.rollout.ledger import Ledger
 from headrace.rollout.records import Evaluation
-from headrace.stages import (
-    StageContext,
-    demonstrations_of,
-    next_version,
-    open_trainer,
-    run_agentic_rl,
-    run_sft,
-)
+from headrace.stages import StageContext, run_stage
+from headrace.stages.context import next_version
+from headrace.stages.measuring import measure_model
+from headrace.stages.new_model import start_checkpoint
 from headrace.system import System, open_system, open_tasks, placement
 from headrace.tasks.types import TaskInstance, TaskService
 
 START = "start"
 """Label of the model before the first stage."""
+_MEASURED = "measured"
 
 
 def plan(recipe: Recipe) -> list[str]:
@@ -53,7 +50,9 @@ def plan(recipe: Recipe) -> list[str]:
 
     cores = placement(recipe)
     model = recipe.model
-    if model.init is not None:
+    if model.preset is not None:
+        source = f"new {model.preset}"
+    elif model.init is not None:
         shape = model.init
         source = (
             f"new {shape.family} model: hidden {shape.hidden_size}, {shape.num_layers} layers, "
@@ -62,22 +61,28 @@ def plan(recipe: Recipe) -> list[str]:
     else:
         source = f"checkpoint {model.path}"
         _check_model_path(str(model.path))
-    for name in {recipe.evaluation.task, *(s.task for s in recipe.stages)} | set(recipe.tasks):
+    for name in task_names(recipe) | set(recipe.tasks):
         create_task(name, recipe.tasks.get(name, {}), None)
     lines = [
         f"recipe {recipe.name}, seed {recipe.seed}",
         f"model: {source}, renderer {recipe.model.renderer}",
         f"engine on cores {_list(cores.engine)}, trainer on cores {_list(cores.trainer)}",
-        f"evaluation: {recipe.evaluation.instances} held-out {recipe.evaluation.task} instances, "
-        f"temperature {recipe.evaluation.temperature:g}",
     ]
+    if recipe.evaluation is not None:
+        lines.append(
+            f"evaluation: {recipe.evaluation.instances} held-out {recipe.evaluation.task} "
+            f"instances, temperature {recipe.evaluation.temperature:g}"
+        )
     for stage in recipe.stages:
         budget = " or ".join(_budget(stage))
         if isinstance(stage, SftStage):
-            lines.append(
-                f"stage {stage.name}: sft on {stage.demonstrations} demonstrations "
-                f"({stage.quality:.0%} right), {budget}"
-            )
+            what = f"{stage.demonstrations} demonstrations ({stage.quality:.0%} right)"
+            if stage.conversations is not None:
+                what = f"{stage.conversations} conversations"
+            lines.append(f"stage {stage.name}: sft on {what}, {budget}")
+        elif isinstance(stage, LanguageStage):
+            what = ", ".join(stage.mix or recipe.data)
+            lines.append(f"stage {stage.name}: {stage.kind} on {what}, {budget}")
         else:
             lines.append(
                 f"stage {stage.name}: agentic_rl, {stage.mode}, groups of {stage.group_size}, "
@@ -126,6 +131,7 @@ class _Run:
         self.started = time.monotonic()
         self.cluster = LocalCluster()
         self.evaluations: list[dict[str, Any]] = []
+        self.measured: list[dict[str, Any]] = []
         self.ledger: Ledger
         self.metrics: MetricsWriter
         self.view: LiveView
@@ -135,14 +141,13 @@ class _Run:
 
     async def main(self) -> None:
         recipe = self.recipe
-        names = {recipe.evaluation.task, *(stage.task for stage in recipe.stages)}
         async with contextlib.AsyncExitStack() as stack:
             opener = Ledger.resume if self.resume else Ledger.create
             self.ledger = stack.enter_context(opener(self.dir))
             self.metrics = stack.enter_context(MetricsWriter(self.dir, resume=self.resume))
             stack.push_async_callback(self.cluster.close)
             _, self.tasks = await stack.enter_async_context(
-                open_tasks(recipe, names, no_isolation=self.no_isolation)
+                open_tasks(recipe, task_names(recipe), no_isolation=self.no_isolation)
             )
             self.view = stack.enter_context(
                 LiveView(
@@ -156,6 +161,7 @@ class _Run:
                 {"after": e.label, "low": e.low, "high": e.high, **e.detail}
                 for e in self.ledger.evaluations()
             ]
+            self.measured = self.ledger.get_state(_MEASURED, [])
             self.ledger.recover(EVALUATION_STAGE)
             self._summarise("running")
             status = "failed"
@@ -172,19 +178,33 @@ class _Run:
 
     async def _stages(self) -> None:
         recipe = self.recipe
-        start = await self._start_checkpoint()
-        checkpoints = {START: start}
-        async with open_system(
+        start = await start_checkpoint(
             recipe,
+            self.dir,
+            self.dir / "checkpoints" / START,
             cluster=self.cluster,
-            checkpoint=start,
-            version=next_version(self.ledger),
             tasks=self.tasks,
-            ledger=self.ledger,
-            log_dir=self.dir / "logs",
-        ) as system:
-            if recipe.evaluation.before:
+            message=self.view.message,
+        )
+        checkpoints = {START: start}
+        async with contextlib.AsyncExitStack() as stack:
+            system = None
+            if recipe.evaluation or any(isinstance(s, AgenticRlStage) for s in recipe.stages):
+                system = await stack.enter_async_context(
+                    open_system(
+                        recipe,
+                        cluster=self.cluster,
+                        checkpoint=start,
+                        version=next_version(self.ledger),
+                        tasks=self.tasks,
+                        ledger=self.ledger,
+                        log_dir=self.dir / "logs",
+                    )
+                )
+            if recipe.evaluation is not None and recipe.evaluation.before:
                 await self._evaluate(system, START, start)
+            if recipe.measure is not None and recipe.measure.before:
+                await self._measure(START, start, chat=False)
             finished = {s.name for s in self.ledger.stages() if s.finished_at is not None}
             previous = START
             for stage in recipe.stages:
@@ -194,15 +214,17 @@ class _Run:
                     await self._stage(system, stage, source, target)
                 checkpoints[stage.name] = target
                 previous = stage.name
-                if stage.evaluate:
+                if stage.evaluate and not isinstance(stage, LanguageStage):
                     await self._evaluate(system, stage.name, target)
+                if stage.evaluate:
+                    await self._measure(stage.name, target, chat=isinstance(stage, SftStage))
 
-    async def _stage(self, system: System, stage: Stage, source: Path, target: Path) -> None:
+    async def _stage(self, system: System | None, stage: Stage, source: Path, target: Path) -> None:
         self.ledger.stage_started(stage.name)
         unit = "s" if stage.seconds is not None else "updates"
         total = stage.seconds
         if total is None:
-            total = stage.steps if isinstance(stage, SftStage) else stage.updates
+            total = stage.updates if isinstance(stage, AgenticRlStage) else stage.steps
         self.view.stage_started(stage.name, stage.kind, total, unit)
         started = time.monotonic()
         before = float(self.ledger.get_state(f"seconds:{stage.name}", 0.0))
@@ -212,16 +234,14 @@ class _Run:
                 run_dir=self.dir,
                 ledger=self.ledger,
                 cluster=self.cluster,
+                cores=placement(self.recipe),
                 system=system,
                 tasks=self.tasks,
                 log=self._log,
                 progress=self.view.progress,
                 message=self.view.message,
             )
-            if isinstance(stage, SftStage):
-                result = await run_sft(context, stage, source, target)
-            else:
-                result = await run_agentic_rl(context, stage, source, target)
+            result = await run_stage(context, stage, source, target)
         except WorkerFailure as failure:
             raise UserError(f"stage {stage.name}: the trainer stopped: {failure.message}") from None
         except WorkerDied as died:
@@ -234,81 +254,55 @@ class _Run:
         self.view.stage_finished()
         self._summarise("running")
 
-    # -- preparation ------------------------------------------------------------------------
-
-    async def _start_checkpoint(self) -> Path:
-        """The checkpoint the first stage starts from, made on the first start."""
-        model = self.recipe.model
-        if model.init is None:
-            from headrace.model.gguf_import import resolve_model
-
-            self.view.message(f"loading {model.path}")
-            return await asyncio.to_thread(resolve_model, str(model.path))
-        target = self.dir / "checkpoints" / START
-        if (target / "config.json").is_file():
-            return target
-        assert self.recipe.tokenizer is not None  # the recipe's validator saw to it
-        from headrace.tokens.training import train_tokenizer
-
-        self.view.message("training the tokenizer")
-        task = self.tasks[self.recipe.stages[0].task]
-        demonstrations = await demonstrations_of(
-            task, self.recipe.tokenizer.demonstrations, self.recipe.seed, 0.5
-        )
-        texts = [text for d in demonstrations for text in _texts(d.messages)]
-        tokenizer = await asyncio.to_thread(
-            train_tokenizer, texts, self.recipe.tokenizer.vocab_size
-        )
-        folder = self.dir / "tokenizer"
-        tokenizer.save(folder)
-        init = model.init
-        config = {
-            "vocab_size": tokenizer.vocab_size,
-            "hidden_size": init.hidden_size,
-            "intermediate_size": init.intermediate_size,
-            "num_layers": init.num_layers,
-            "num_heads": init.num_heads,
-            "num_kv_heads": init.num_kv_heads,
-            "head_dim": init.hidden_size // init.num_heads,
-            "max_positions": init.max_positions,
-            "rope_theta": init.rope_theta,
-            "tie_embeddings": True,
-            "qk_norm": init.family == "qwen3",
-            "family": init.family,
-        }
-        cores = available_cores()
-        async with open_trainer(self.cluster, "initialiser", cores, len(cores), self.dir) as worker:
-            parameters = await worker.request(
-                "create",
-                {
-                    "config": config,
-                    "seed": self.recipe.seed,
-                    "path": str(target),
-                    "tokenizer": str(folder),
-                },
-            )
-        self.view.message(f"new model: {parameters:,} parameters, {tokenizer.vocab_size} tokens")
-        return target
-
     # -- measuring --------------------------------------------------------------------------
 
-    async def _evaluate(self, system: System, label: str, checkpoint: Path) -> None:
+    async def _measure(self, label: str, checkpoint: Path, *, chat: bool) -> None:
+        """Measure a language model, once per label."""
+        if self.recipe.measure is None or any(m["after"] == label for m in self.measured):
+            return
+        self.view.stage_started(f"measure {label}", "evaluation", None, "examples")
+        found = await measure_model(
+            self.cluster,
+            self.recipe,
+            checkpoint,
+            self.dir,
+            chat=chat,
+            progress=self.view.progress,
+        )
+        records = [{"after": label, **record} for record in found]
+        self.measured = [*self.measured, *records]
+        self.ledger.put_state(_MEASURED, self.measured)
+        values = {record["task"]: record["value"] for record in records}
+        self.metrics.log(f"measure {label}", 0, values)
+        for record in records:
+            self.view.message(f"{label}: {record['task']} {record['text']}")
+        self.view.stage_finished()
+        self._summarise("running")
+
+    async def _evaluate(self, system: System | None, label: str, checkpoint: Path) -> None:
         table = self.recipe.evaluation
-        await self._evaluate_at(system, label, label, checkpoint, table.temperature)
+        if table is None or system is None:
+            return
+        await self._evaluate_at(system, table, label, label, checkpoint, table.temperature)
         if table.greedy_too:
-            await self._evaluate_at(system, f"{label} greedy", label, checkpoint, 0.0)
+            await self._evaluate_at(system, table, f"{label} greedy", label, checkpoint, 0.0)
 
     async def _evaluate_at(
-        self, system: System, label: str, after: str, checkpoint: Path, temperature: float
+        self,
+        system: System,
+        table: EvaluationTable,
+        label: str,
+        after: str,
+        checkpoint: Path,
+        temperature: float,
     ) -> None:
         if any(e["after"] == label for e in self.evaluations):
             return
-        table = self.recipe.evaluation
         self.view.stage_started(f"evaluate {label}", "evaluation", table.instances, "instances")
         await system.engine.load_weights(str(checkpoint), next_version(self.ledger))
         result = await evaluate(
             label,
-            self._held_out(),
+            self._held_out(table),
             runner=system.runner,
             ledger=self.ledger,
             temperature=temperature,
@@ -335,9 +329,8 @@ class _Run:
         self.view.stage_finished()
         self._summarise("running")
 
-    def _held_out(self) -> list[TaskInstance]:
+    def _held_out(self, table: EvaluationTable) -> list[TaskInstance]:
         """The same instances at every measurement and for every seed of the recipe."""
-        table = self.recipe.evaluation
         task = self.tasks[table.task]
         return [task.instance(task.evaluation_seed(i)) for i in range(table.instances)]
 
@@ -367,7 +360,7 @@ class _Run:
                 "stages": [
                     {"name": s.name, "wall_s": s.seconds, "result": s.result} for s in stages
                 ],
-                "evaluations": self.evaluations,
+                "evaluations": [*self.evaluations, *self.measured],
                 "laws": laws,
             },
         )
@@ -376,15 +369,13 @@ class _Run:
 # -- small pure parts --------------------------------------------------------------------------
 
 
-def _texts(messages: Any) -> list[str]:
-    """Everything readable in a conversation, for tokenizer training."""
-    texts = []
-    for message in messages:
-        if message.get("content"):
-            texts.append(message["content"])
-        for call in message.get("tool_calls") or []:
-            texts += [str(v) for v in json.loads(call["function"]["arguments"]).values()]
-    return texts
+def task_names(recipe: Recipe) -> set[str]:
+    """Task services that a recipe's stages and evaluation use."""
+    names = {s.task for s in recipe.stages if isinstance(s, AgenticRlStage)}
+    names |= {s.demonstrated_task for s in recipe.stages if isinstance(s, SftStage)} - {None}
+    if recipe.evaluation is not None:
+        names.add(recipe.evaluation.task)
+    return {str(name) for name in names}
 
 
 def _check_model_path(path: str) -> None:
@@ -398,9 +389,12 @@ def _check_model_path(path: str) -> None:
 
 def _budget(stage: Stage) -> list[str]:
     parts = []
-    count = stage.steps if isinstance(stage, SftStage) else stage.updates
+    if isinstance(stage, AgenticRlStage):
+        count, unit = stage.updates, "updates"
+    else:
+        count, unit = stage.steps, "steps"
     if count is not None:
-        parts.append(f"{count} {'steps' if isinstance(stage, SftStage) else 'updates'}")
+        parts.append(f"{count} {unit}")
     if stage.seconds is not None:
         parts.append(f"{stage.seconds:g} s")
     return parts

@@ -5,14 +5,13 @@ Used by runs, benchmarks and tests; it knows nothing of stages or training.
 """
 
 import contextlib
-import os
 from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 
 import msgspec
 
 from headrace.cluster.local import LocalCluster, available_cores
-from headrace.cluster.types import Cluster, WorkerSpec
+from headrace.cluster.types import Cluster
 from headrace.engine.client import ProcessEngine
 from headrace.engine.config import EngineConfig
 from headrace.errors import UserError
@@ -180,15 +179,3 @@ async def open_system(
             await server.stop()
     finally:
         await engine.close()
-
-
-def trainer_spec(name: str, cores: tuple[int, ...], threads: int, log_dir: Path) -> WorkerSpec:
-    """Where a trainer process runs."""
-    return WorkerSpec(
-        name=name,
-        target="headrace.training.worker:TrainerWorker",
-        kwargs={"threads": threads},
-        cores=cores,
-        threads=threads,
-        log_path=os.fspath(log_dir / f"{name}.log"),
-    )

@@ -58,6 +58,16 @@ class WorkerFailure(Exception):
         self.message = message
 
 
+class Requests(Protocol):
+    """Whatever answers requests: a worker, or several that act as one."""
+
+    async def request(
+        self, method: str, payload: dict[str, Any] | None = None, *, timeout_s: float = 60.0
+    ) -> Any:
+        """See `WorkerHandle.request`."""
+        ...
+
+
 class WorkerHandle(Protocol):
     """The parent's end of a worker."""
 

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from headrace.cluster.types import WorkerHandle
+from headrace.cluster.types import Requests
 from headrace.recipe import AgenticRlStage
 from headrace.rollout.types import Segment
 from headrace.training.batch import Sample, rollout_sample
@@ -94,7 +94,7 @@ async def train(
     stage: AgenticRlStage,
     *,
     source: BatchSource,
-    trainer: WorkerHandle,
+    trainer: Requests,
     publish: Callable[[Progress], Awaitable[None]],
     committed: Callable[[int, int], None],
     report: Callable[[Update], Awaitable[None]],

@@ -1,0 +1,66 @@
+"""Recipes: what to run, as typed TOML.
+
+A recipe names a model, data or a task, and a list of stages. Everything has a documented default;
+an unknown key is an error that names the nearest known one. This room only reads and checks; it
+touches neither models nor processes.
+"""
+
+from headrace.recipe.loading import (
+    apply_override,
+    find_recipe,
+    load_recipe,
+    parse_recipe,
+    stage_kinds,
+    tables_in,
+)
+from headrace.recipe.recipe import Recipe
+from headrace.recipe.stages import (
+    AgenticRlStage,
+    ContextStep,
+    DsaAdaptStage,
+    DsaWarmupStage,
+    LanguageStage,
+    MidtrainStage,
+    PretrainStage,
+    SftStage,
+    Stage,
+    StageTable,
+    SupervisedStage,
+)
+from headrace.recipe.suggestions import suggest
+from headrace.recipe.tables import (
+    CorpusTable,
+    EngineTable,
+    EvaluationTable,
+    MeasureTable,
+    ModelTable,
+    Table,
+)
+
+__all__ = [
+    "AgenticRlStage",
+    "ContextStep",
+    "CorpusTable",
+    "DsaAdaptStage",
+    "DsaWarmupStage",
+    "EngineTable",
+    "EvaluationTable",
+    "LanguageStage",
+    "MeasureTable",
+    "MidtrainStage",
+    "ModelTable",
+    "PretrainStage",
+    "Recipe",
+    "SftStage",
+    "Stage",
+    "StageTable",
+    "SupervisedStage",
+    "Table",
+    "apply_override",
+    "find_recipe",
+    "load_recipe",
+    "parse_recipe",
+    "stage_kinds",
+    "suggest",
+    "tables_in",
+]

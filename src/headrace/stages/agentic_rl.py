@@ -1,0 +1,194 @@
+"""Agentic RL as a stage: the rollout source, the trainer's process, versions and recovery.
+
+What must survive a crash is in the ledger before it is acted upon.
+"""
+
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+from headrace.engine.client import ProcessEngine
+from headrace.recipe import AgenticRlStage
+from headrace.rollout.orchestrator import RolloutSource, SourceConfig, cursor_key
+from headrace.stages.context import (
+    SAVE_TIMEOUT_S,
+    StageContext,
+    next_version,
+    optimizer_config,
+    save_weights,
+)
+from headrace.stages.trainers import TrainerGroup, open_trainer
+from headrace.training import rl
+
+_KEPT_VERSIONS = 2
+_INSTANCES_PER_SEED = 1_000_003
+"""Training instances are disjoint between recipe seeds as long as a stage uses fewer than this."""
+
+
+async def run_agentic_rl(
+    context: StageContext, stage: AgenticRlStage, source: Path, target: Path
+) -> dict[str, Any]:
+    """Agentic RL from checkpoint `source` to `target`; goes on where a crashed process was."""
+    system, ledger = context.system, context.ledger
+    assert system is not None  # whoever runs this stage opened it
+    recovery = ledger.recover(stage.name, usable=lambda p: Path(p).is_dir())
+    begin = Path(recovery.checkpoint) if recovery.checkpoint else source
+    task = context.tasks[stage.task]
+    offset = context.recipe.seed * _INSTANCES_PER_SEED
+    source_of_batches = RolloutSource(
+        SourceConfig(
+            stage=stage.name,
+            group_size=stage.group_size,
+            groups_per_batch=stage.groups_per_batch,
+            concurrency=stage.concurrency,
+            staleness=stage.staleness,
+            temperature=stage.temperature,
+            max_tokens=stage.max_sequence or context.recipe.engine.max_context,
+            advantage_std=stage.advantage_std,
+            synchronous=stage.mode == "sync",
+        ),
+        runner=system.runner,
+        ledger=ledger,
+        instances=lambda cursor: task.instance(task.train_seed(offset + cursor)),
+        cursor=ledger.get_state(cursor_key(stage.name), 0),
+    )
+    source_of_batches.resume(recovery)
+    cores = system.cores.trainer
+    async with open_trainer(context.cluster, stage.name, cores, context.run_dir) as worker:
+        await worker.request(
+            "load",
+            {
+                "path": str(begin),
+                "optimizer": optimizer_config(stage),
+                "rl": {
+                    "eps_low": stage.eps_low,
+                    "eps_high": stage.eps_high,
+                    "temperature": stage.temperature,
+                },
+            },
+            timeout_s=SAVE_TIMEOUT_S,
+        )
+        progress = rl.Progress(
+            step=recovery.step,
+            elapsed_s=float(ledger.get_state(f"seconds:{stage.name}", 0.0)),
+        )
+        if recovery.version is not None:
+            # These weights were published before the crash; a new stamp would age what they made.
+            progress.version = recovery.version
+        else:
+            progress.version = next_version(ledger)
+            ledger.publish(stage.name, progress.version, progress.step, begin)
+        await system.engine.load_weights(str(begin), progress.version)
+
+        async def publish(progress: rl.Progress) -> None:
+            version = next_version(ledger)
+            path = context.run_dir / "weights" / f"{stage.name}-v{version:06d}"
+            await save_weights(
+                worker,
+                path,
+                tokenizer=source,
+                optimizer=True,
+                reset_optimizer=stage.reset_optimizer,
+            )
+            with ledger.transaction():
+                ledger.publish(stage.name, version, progress.step, path)
+                ledger.checkpointed(stage.name, progress.step, path)
+            await system.engine.load_weights(str(path), version)
+            progress.version = version
+            _prune(context.run_dir, stage.name, keep=path)
+
+        observer = _RlObserver(context, stage, source_of_batches, worker, system.engine)
+        source_of_batches.start()
+        try:
+            await rl.train(
+                stage,
+                source=source_of_batches,
+                trainer=worker,
+                publish=publish,
+                committed=lambda index, step: ledger.commit_batch(stage.name, index, step),
+                report=observer.report,
+                progress=progress,
+            )
+        finally:
+            await source_of_batches.stop()
+        published = ledger.publications(stage.name)[-1]
+        if published.step < progress.step:
+            await publish(progress)
+        await save_weights(worker, target, tokenizer=source)
+    return {"updates": progress.step, "version": progress.version}
+
+
+class _RlObserver:
+    """Turns the loop's updates into metrics: rates, windows and utilisation."""
+
+    def __init__(
+        self,
+        context: StageContext,
+        stage: AgenticRlStage,
+        source: RolloutSource,
+        worker: TrainerGroup,
+        engine: ProcessEngine,
+    ) -> None:
+        self.context = context
+        self.stage = stage
+        self.source = source
+        self.worker = worker
+        self.system_engine = engine
+        self.last = time.monotonic()
+        self.engine: dict[str, float] = {}
+        self.trainer_busy = 0.0
+        self.begun = time.monotonic()
+        self.before = float(context.ledger.get_state(f"seconds:{stage.name}", 0.0))
+
+    async def report(self, update: rl.Update) -> None:
+        """Log one update."""
+        now = time.monotonic()
+        seconds = max(now - self.last, 1e-6)
+        self.last = now
+        engine = await self.system_engine.stats()
+        sampled = engine["tokens_sampled"] - self.engine.get("tokens_sampled", 0.0)
+        busy = engine["busy_s"] - self.engine.get("busy_s", 0.0)
+        trainer = await self.worker.request("stats")
+        trained_s = trainer["busy_s"] - self.trainer_busy
+        first = not self.engine
+        self.engine, self.trainer_busy = engine, trainer["busy_s"]
+        window = self.source.take_window()
+        metrics = {
+            **update.metrics,
+            "version": float(update.version),
+            "trained_trajectories": float(update.trajectories),
+            "wait_s": update.wait_s,
+            "publish_s": update.publish_s,
+            "step_s": seconds,
+            "train_tokens_per_s": update.metrics["trained_tokens"] / seconds,
+            "trainer_busy": min(1.0, trained_s / seconds),
+            "queue_groups": float(self.source.ready_groups),
+            "rollouts_in_flight": float(self.source.in_flight),
+            "dropped_stale": float(window.dropped_stale),
+            "dropped_no_signal": float(window.dropped_no_signal),
+            "env_failed": float(window.env_failed),
+            "rollouts_per_s": window.finished / seconds,
+        }
+        if not first:
+            metrics["engine_busy"] = min(1.0, busy / seconds)
+            metrics["gen_tokens_per_s"] = sampled / seconds
+        if window.scored:
+            metrics["reward_mean"] = window.reward_sum / window.scored
+            metrics["success_rate"] = metrics["reward_mean"]
+        if window.finished:
+            metrics["turns_mean"] = window.turns / window.finished
+        self.context.log(self.stage.name, update.step, metrics)
+        elapsed = self.before + now - self.begun
+        self.context.ledger.put_state(f"seconds:{self.stage.name}", elapsed)
+        self.context.progress(
+            rl.done_fraction(self.stage, rl.Progress(update.step, update.version, elapsed))
+        )
+
+
+def _prune(run_dir: Path, stage: str, keep: Path) -> None:
+    """Delete published weights that no engine and no resume needs any more."""
+    folders = sorted((run_dir / "weights").glob(f"{stage}-v*"))
+    for folder in folders[:-_KEPT_VERSIONS]:
+        if folder != keep:
+            shutil.rmtree(folder, ignore_errors=True)

@@ -1,0 +1,106 @@
+"""What all stages share: the run around them, weight versions, saving, optimizer settings."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from headrace.cluster.types import Cluster
+from headrace.errors import UserError
+from headrace.recipe import AgenticRlStage, Recipe, StageTable, SupervisedStage
+from headrace.rollout.ledger import Ledger
+from headrace.stages.trainers import TrainerGroup
+from headrace.system import Placement, System
+from headrace.tasks.types import TaskService
+
+SAVE_TIMEOUT_S = 600.0
+_VERSION = "version"
+
+
+class StageContext(msgspec.Struct, frozen=True):
+    """What a stage gets from the run around it.
+
+    Attributes:
+        recipe: the whole recipe.
+        run_dir: where checkpoints, weights and logs go.
+        ledger: the run's record.
+        cluster: where trainer processes start.
+        cores: which cores belong to whom.
+        system: engine, gateway and runner; None in a run that makes no rollouts.
+        tasks: task services by name.
+        log: called with (stage, step, metrics) after each step worth a row.
+        progress: called with the share of the budget that is used.
+        message: called with one line for people.
+    """
+
+    recipe: Recipe
+    run_dir: Path
+    ledger: Ledger
+    cluster: Cluster
+    cores: Placement
+    system: System | None
+    tasks: dict[str, TaskService]
+    log: Callable[[str, int, dict[str, float]], None]
+    progress: Callable[[float], None]
+    message: Callable[[str], None]
+
+
+def next_version(ledger: Ledger) -> int:
+    """A weight version never used in this run, not even by a process that crashed."""
+    version = int(ledger.get_state(_VERSION, 0)) + 1
+    ledger.put_state(_VERSION, version)
+    return version
+
+
+async def save_weights(
+    trainer: TrainerGroup,
+    path: Path,
+    *,
+    tokenizer: Path,
+    optimizer: bool = False,
+    reset_optimizer: bool = False,
+) -> None:
+    """Have the trainer write its weights as a checkpoint directory.
+
+    Args:
+        tokenizer: directory whose tokenizer files go along.
+        optimizer: also write optimizer state.
+        reset_optimizer: forget optimizer state afterwards, and do not write it.
+    """
+    await trainer.request(
+        "save",
+        {
+            "path": str(path),
+            "tokenizer": str(tokenizer),
+            "optimizer": optimizer,
+            "reset_optimizer": reset_optimizer,
+        },
+        timeout_s=SAVE_TIMEOUT_S,
+    )
+
+
+async def demonstrations_of(task: TaskService, count: int, seed: int, quality: float) -> list[Any]:
+    """Demonstrations of a task that can make them.
+
+    Raises:
+        UserError: the task has none.
+    """
+    make = getattr(task, "demonstrations", None)
+    if make is None:
+        raise UserError(f"task {task.name} has no demonstrations; an sft stage cannot use it")
+    return await make(count, seed, quality)
+
+
+def optimizer_config(stage: StageTable) -> dict[str, Any]:
+    """Keyword arguments of `OptimizerConfig`."""
+    return {
+        "learning_rate": stage.learning_rate,
+        "weight_decay": stage.weight_decay,
+        "beta2": stage.adam_beta2 if isinstance(stage, AgenticRlStage) else 0.95,
+        "grad_clip": stage.grad_clip,
+        "micro_tokens": stage.micro_tokens,
+        "bfloat16": stage.dtype == "bfloat16",
+        "algorithm": stage.optimizer,
+        "embedding": stage.embedding_rate if isinstance(stage, SupervisedStage) else 1.0,
+    }

@@ -1,0 +1,278 @@
+"""Stages that learn from given tokens: pre-training, mid-training, sparse attention, SFT.
+
+Each turns its recipe table into what `training.supervised` and the trainer's process need. What
+differs between them is data: phases, losses, and which parameters train.
+"""
+
+import asyncio
+import shutil
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from headrace.data.corpora import DEFAULT_GLOBS, CorpusSpec
+from headrace.data.retrieval import RetrievalSpec
+from headrace.data.sources import SourceSpec
+from headrace.data.stream import StreamSpec
+from headrace.errors import UserError
+from headrace.recipe import (
+    CorpusTable,
+    DsaAdaptStage,
+    DsaWarmupStage,
+    LanguageStage,
+    MidtrainStage,
+    SftStage,
+    SupervisedStage,
+)
+from headrace.stages.context import (
+    SAVE_TIMEOUT_S,
+    StageContext,
+    demonstrations_of,
+    optimizer_config,
+    save_weights,
+)
+from headrace.stages.trainers import open_trainer
+from headrace.tokens.messages import normalise
+from headrace.tokens.renderer import ChatRenderer, create_renderer
+from headrace.tokens.thinking import ThinkingMode
+from headrace.training.batch import Sample, supervised_sample
+from headrace.training.supervised import Budget, Phase, Position, send_data, train
+
+
+async def run_language(
+    context: StageContext, stage: LanguageStage, source: Path, target: Path
+) -> dict[str, Any]:
+    """A stage over running text, from checkpoint `source` to `target`; facts for the record."""
+    load: dict[str, Any] = {"losses": _losses(stage), "trainable": "all"}
+    if isinstance(stage, DsaWarmupStage):
+        load |= {
+            "trainable": "indexer",
+            "attention": "dense",
+            "indexer": {
+                "num_heads": stage.index_heads,
+                "head_dim": stage.index_head_dim,
+                "topk": stage.topk,
+                "share_every": stage.share_every,
+            },
+            "seed": context.recipe.seed,
+        }
+    elif isinstance(stage, DsaAdaptStage):
+        load["attention"] = "sparse"
+    return await _run(context, stage, source, target, load, _phases(context, stage), samples=None)
+
+
+async def run_sft(
+    context: StageContext, stage: SftStage, source: Path, target: Path
+) -> dict[str, Any]:
+    """Supervised fine-tuning from checkpoint `source` to `target`; facts for the record."""
+    renderer = create_renderer(context.recipe.model.renderer, source)
+    started = time.monotonic()
+    facts: dict[str, Any] = {}
+    task = stage.demonstrated_task
+    if task is None:
+        context.message("reading conversations")
+        samples, left_out = await asyncio.to_thread(_conversation_samples, context, stage, renderer)
+        facts["too_long"] = left_out
+    else:
+        context.message(f"making {stage.demonstrations} demonstrations")
+        found = await demonstrations_of(
+            context.tasks[task], stage.demonstrations, context.recipe.seed, stage.quality
+        )
+        facts["demonstrations_right"] = sum(d.right for d in found) / len(found)
+        samples = await asyncio.to_thread(
+            _demonstration_samples, found, renderer, stage.prompt_loss
+        )
+    facts["data_s"] = time.monotonic() - started
+    load = {
+        "losses": _losses(stage),
+        "trainable": "all_but_indexer" if stage.freeze_indexer else "all",
+    }
+    stream = {
+        "kind": "samples",
+        "batch_tokens": stage.batch_tokens,
+        "seed": context.recipe.seed,
+    }
+    phases = [Phase(1.0, {"stream": stream})]
+    return facts | await _run(context, stage, source, target, load, phases, samples)
+
+
+async def _run(
+    context: StageContext,
+    stage: SupervisedStage,
+    source: Path,
+    target: Path,
+    load: Mapping[str, Any],
+    phases: list[Phase],
+    samples: list[Sample] | None,
+) -> dict[str, Any]:
+    checkpoint = context.run_dir / "training" / stage.name
+    cores = context.cores.all[: stage.threads or None]
+    ranks = context.recipe.cluster.trainer_ranks
+    async with open_trainer(
+        context.cluster, stage.name, cores, context.run_dir, ranks=ranks
+    ) as worker:
+        parameters = await worker.request(
+            "load",
+            {
+                "path": str(source),
+                "optimizer": optimizer_config(stage),
+                "guard": {
+                    "bad_steps": stage.bad_steps,
+                    "spike": stage.spike,
+                    "deviations": stage.spike_deviations,
+                },
+                **load,
+            },
+            timeout_s=SAVE_TIMEOUT_S,
+        )
+        if samples is not None:
+            await send_data(worker, samples)
+
+        async def report(position: Position, done: float, metrics: dict[str, float]) -> None:
+            context.log(stage.name, position.step, metrics)
+            context.progress(done)
+
+        position = await train(
+            Budget(
+                stage.steps,
+                stage.seconds,
+                stage.learning_rate,
+                stage.warmup_steps,
+                stage.final_learning_rate,
+            ),
+            worker=worker,
+            phases=phases,
+            checkpoint=str(checkpoint),
+            checkpoint_every=stage.checkpoint_every,
+            keep=stage.keep_checkpoints,
+            report=report,
+        )
+        await save_weights(worker, target, tokenizer=source)
+    shutil.rmtree(checkpoint, ignore_errors=True)
+    return {"steps": position.step, "parameters": parameters["parameters"]}
+
+
+def _losses(stage: SupervisedStage) -> dict[str, Any]:
+    """Keyword arguments of `LossConfig`."""
+    losses: dict[str, Any] = {
+        "mtp_weight": stage.mtp_weight,
+        "balance_weight": stage.balance_weight,
+        "router_bias_rate": stage.router_bias_rate,
+    }
+    if isinstance(stage, DsaWarmupStage):
+        return {"language": False, "index": "dense"}
+    if isinstance(stage, DsaAdaptStage):
+        losses |= {"index": "sparse", "index_weight": stage.index_weight}
+    return losses
+
+
+def _phases(context: StageContext, stage: LanguageStage) -> list[Phase]:
+    if not isinstance(stage, MidtrainStage):
+        return [Phase(1.0, {"stream": _text_stream(context, stage, stage.sequence, stage.mix, 0)})]
+    phases, until = [], 0.0
+    for index, step in enumerate(stage.context):
+        until += step.share
+        mix = step.mix if step.mix is not None else stage.mix
+        request: dict[str, Any] = {
+            "stream": _text_stream(context, stage, step.sequence, mix, index),
+            "positions": step.sequence,
+            "rope_theta": step.rope_theta,
+        }
+        phases.append(Phase(until, request))
+    phases[-1] = phases[-1]._replace(until=1.0)
+    return phases
+
+
+def _text_stream(
+    context: StageContext,
+    stage: LanguageStage,
+    sequence: int,
+    mix: Mapping[str, float],
+    phase: int,
+) -> dict[str, Any]:
+    """A text stream as the trainer's process takes it."""
+    data = context.recipe.data
+    weights = mix or dict.fromkeys(data, 1.0)
+    sources = tuple(source_spec(data[name], weight, sequence) for name, weight in weights.items())
+    # Another seed for every stage and phase: going on with the same text must not repeat its order.
+    place = [s.name for s in context.recipe.stages].index(stage.name)
+    return {
+        "kind": "text",
+        "spec": msgspec.to_builtins(StreamSpec(sources)),
+        "row_tokens": sequence,
+        "batch_rows": max(1, stage.batch_tokens // sequence),
+        "seed": context.recipe.seed * 1009 + place * 31 + phase,
+    }
+
+
+def corpus_spec(table: CorpusTable) -> CorpusSpec:
+    """The corpus that a [data.NAME] table names."""
+    return CorpusSpec(
+        source=table.source,
+        globs=table.globs or DEFAULT_GLOBS,
+        text_field=table.text_field,
+        group_field=table.group_field,
+        held_out=table.held_out,
+    )
+
+
+def source_spec(table: CorpusTable, weight: float, sequence: int) -> SourceSpec:
+    """A [data.NAME] table as part of a mixture of rows of `sequence` tokens."""
+    tokens = min(table.tokens or sequence, sequence)
+    return SourceSpec(
+        corpus=corpus_spec(table),
+        weight=weight,
+        shape=table.shape,
+        kinds=table.kinds,
+        tokens=max(tokens, 64),
+        count=table.count,
+        min_tokens=table.min_tokens,
+        diff_weight=table.answer_weight,
+        # Framing tokens take some of the row.
+        retrieval=RetrievalSpec(
+            tokens=(max(64, tokens // 4), max(64, tokens - 8)),
+            keys=table.keys,
+            answer_weight=table.answer_weight,
+        ),
+    )
+
+
+def _conversation_samples(
+    context: StageContext, stage: SftStage, renderer: ChatRenderer
+) -> tuple[list[Sample], int]:
+    from headrace.data.assistant import conversations
+    from headrace.data.chat import chat_samples, read_conversations
+
+    longest = context.recipe.engine.max_context
+    if stage.conversations == "builtin":
+        found = conversations(context.recipe.seed, stage.count)
+        return chat_samples(renderer, found, max_tokens=longest)
+    path = str(stage.conversations)
+    rows = read_conversations(path, ThinkingMode(stage.thinking))
+    samples, left_out = chat_samples(renderer, rows, max_tokens=longest, source=path)
+    if not samples:
+        raise UserError(
+            f"stages.{stage.name}.conversations {path!r}: no conversation fits "
+            f"engine.max_context = {longest} tokens; raise it or give other data"
+        )
+    return samples, left_out
+
+
+def _demonstration_samples(
+    demonstrations: list[Any], renderer: ChatRenderer, prompt_loss: float
+) -> list[Sample]:
+    """Demonstrations as weighted token sequences."""
+    samples = []
+    for demonstration in demonstrations:
+        messages = normalise(
+            [
+                {**message, "train": train} if message["role"] == "assistant" else message
+                for message, train in zip(demonstration.messages, demonstration.train, strict=True)
+            ]
+        )
+        ids, mask = renderer.render_training(messages, demonstration.tools)
+        samples.append(supervised_sample(ids, [1.0 if m else prompt_loss for m in mask]))
+    return samples
