@@ -1,6 +1,8 @@
 """Conversations from JSONL: what a row means, and mistakes named by line and field."""
 
 import json
+import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -157,3 +159,18 @@ def test_what_cannot_be_trained_is_named_by_its_number():
     strict = Conversation(fine.messages, [], ThinkingMode.PRESERVED)
     with pytest.raises(UserError, match=r"demo: conversation 2: messages\[1\] has no reasoning"):
         chat_samples(GLM, [fine, strict], source="demo")
+
+
+def test_the_documented_row_is_trained_as_the_page_says():
+    page = Path(__file__).parents[2] / "docs" / "sft.md"
+    (row,) = re.findall(r"```json\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
+    (sample,) = conversation_samples(GLM, parse_conversation(json.loads(row)))
+    ids = np.frombuffer(sample.ids, dtype="<i4").tolist()
+    weights = np.frombuffer(sample.weights, dtype="<f4").tolist()
+    assert set(weights) == {0.0, 0.5, 1.0}
+    trained = GLM.decode([i for i, weight in zip(ids, weights, strict=True) if weight])
+    assert trained == (
+        "The name is plan.txt.</think><tool_call>read_file<arg_key>path</arg_key>"
+        "<arg_value>plan.txt</arg_value></tool_call><|observation|>"
+        "It is short.</think>It says: <|user|>"
+    )

@@ -19,6 +19,7 @@ from headrace.tokens.format_check import (
     score_completions,
 )
 from headrace.tokens.library import LibraryRenderer
+from headrace.tokens.renderer import ChatRenderer
 from headrace.tokens.thinking import ThinkingMode
 from headrace.tokens.training import train_tokenizer
 
@@ -55,7 +56,7 @@ def prompt(expectation):
     return TOKENIZER.encode(f"[gMASK]<sop><|user|>how many?<|assistant|>{tag}")
 
 
-def wrong(expectation, text, renderer=GLM):
+def wrong(expectation, text, renderer: ChatRenderer = GLM):
     """Names of the aspects that fail."""
     score = check_completion(
         renderer, prompt(expectation), TOKENIZER.encode(text), [READ], expectation
