@@ -8,7 +8,16 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
-from engine_harness import VOCAB, ask, greedy_reference, new_core, output, random_prompt, tiny_model
+from engine_harness import (
+    VOCAB,
+    ask,
+    greedy_reference,
+    latent_model,
+    new_core,
+    output,
+    random_prompt,
+    tiny_model,
+)
 
 from headrace.cluster.local import LocalCluster
 from headrace.cluster.types import WorkerDied
@@ -137,6 +146,25 @@ async def test_killed_process_is_replaced_and_nothing_is_lost(tmp_path: Path) ->
     with pytest.raises(EngineError) as caught:
         await engine.generate(ask("late", (1,)))
     assert caught.value.code == EngineError.CLOSED
+
+
+async def test_process_serves_a_latent_checkpoint(tmp_path: Path) -> None:
+    models = [latent_model("glm_moe_dsa", seed) for seed in range(2)]
+    for version, model in enumerate(models):
+        save_checkpoint(model, tmp_path / f"v{version}")
+    cluster = LocalCluster()
+    config = EngineConfig(max_slots=2, max_running=2, max_context=64)
+    engine = ProcessEngine(cluster, config, checkpoint=str(tmp_path / "v0"))
+    try:
+        await engine.start()
+        for version, model in enumerate(models):
+            if version:
+                await engine.load_weights(str(tmp_path / f"v{version}"), version)
+            result = await engine.generate(ask("r", random_prompt(version, 20)))
+            assert output(result) == greedy_reference(model, random_prompt(version, 20), 8)
+    finally:
+        await engine.close()
+        await cluster.close()
 
 
 async def test_unusable_checkpoint_is_the_users_error(tmp_path: Path) -> None:

@@ -149,8 +149,8 @@ class Sequences:
 
     def swap(self, a: int, b: int) -> None:
         self.cache.swap(a, b, self.held[a], self.held[b])
-        for array in (self.tokens, self.held):
-            array[a], array[b] = array[b], array[a]
+        self.tokens[a], self.tokens[b] = self.tokens[b], self.tokens[a]
+        self.held[a], self.held[b] = self.held[b], self.held[a]
 
     def copy(self, source: int, target: int, length: int) -> None:
         """Slot `target` goes on from the first `length` tokens of `source` on its own."""
