@@ -24,7 +24,9 @@ from headrace.model.config import (
     MtpConfig,
 )
 from headrace.model.decoder import Decoder
+from headrace.optim import sharded
 from headrace.optim.groups import OptimizerGroups, build_optimizers
+from headrace.optim.newton_schulz import orthogonalise
 
 WORLD = 2
 STEPS = 3
@@ -79,6 +81,18 @@ def whole(values: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     }
 
 
+def count_work() -> list[int]:
+    """From now on, the sizes of what this process orthogonalises as an owner."""
+    sizes = []
+
+    def counted(matrices: torch.Tensor) -> torch.Tensor:
+        sizes.append(matrices.numel())
+        return orthogonalise(matrices)
+
+    sharded.orthogonalise = counted
+    return sizes
+
+
 def main(folder: Path, rank: int) -> None:
     torch.set_num_threads(1)
     dist.init_process_group(
@@ -95,6 +109,7 @@ def main(folder: Path, rank: int) -> None:
             fully_shard(block, mesh=mesh)
         fully_shard(model, mesh=mesh)
         optimizers = build_optimizers(model, GROUPS)
+        work = count_work()
         for step in range(STEPS):
             for name, gradient in gradients(model, step).items():
                 parameter = model.get_parameter(name)
@@ -113,6 +128,7 @@ def main(folder: Path, rank: int) -> None:
             "state": whole(optimizers.named_state()),
             "standard": whole(momenta),
         }
+        torch.save(sum(work), folder / f"work{rank}.pt")
         if rank == 0:
             torch.save(result, folder / "result.pt")
         dist.barrier()

@@ -14,11 +14,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from headrace.errors import UserError
-from headrace.optim.blocks import RowSplit
+from headrace.optim.blocks import RowSplit, matrix_blocks
 from headrace.optim.groups import build_optimizers
 from headrace.optim.sharded import RowShard, aligned_split, row_shard
 
-DEADLINE_S = 90
+DEADLINE_S = 180
 
 
 @pytest.fixture(scope="module")
@@ -68,6 +68,18 @@ def test_two_processes_equal_one(folder):
     optimizers = build_optimizers(model, GROUPS)
     assert_equal(result["weights"], stepped(model, optimizers, range(STEPS)))
     assert_equal(result["state"], optimizers.named_state())
+
+
+def test_owners_share_the_work_and_do_each_block_once(folder):
+    work = [torch.load(folder / f"work{rank}.pt", weights_only=True) for rank in range(WORLD)]
+    straddling = 0
+    for parameter, split in matrix_blocks(tiny_model()):
+        half = -(-parameter.shape[0] // WORLD)
+        shard = RowShard(None, 0, (0, half, parameter.shape[0]))  # type: ignore[arg-type]
+        if aligned_split(parameter.shape, split, shard) is None:
+            straddling += parameter.numel()
+    assert sum(work) == STEPS * straddling
+    assert max(work) < 1.2 * min(work)
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

@@ -251,10 +251,8 @@ class Optimizers:
             UserError: an entry is missing, unknown or of another shape; nothing is changed.
         """
         mine = self.named_state()
-        for problem, names in (
-            ("lacks", mine.keys() - state),
-            ("has the unexpected", state.keys() - mine),
-        ):
+        lacking, unknown = mine.keys() - state.keys(), state.keys() - mine.keys()
+        for problem, names in (("lacks", lacking), ("has the unexpected", unknown)):
             if names:
                 raise UserError(
                     f"optimizer state: {problem} entry {min(names)} ({len(names)} such); it was "

@@ -16,12 +16,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from headrace.optim.blocks import MatrixParameter, RowSplit, matrix_blocks
-from headrace.optim.newton_schulz import Precision, orthogonalise
+from headrace.optim.blocks import MatrixParameter, RowSplit
+from headrace.optim.newton_schulz import Precision
 from headrace.optim.sharded import Exchange, RowShard, aligned_split, row_shard
 from headrace.optim.updates import SCRATCH_ELEMENTS, LocalMatrix, update_blocks
-
-__all__ = ["Muon", "matrix_blocks", "orthogonalise"]
 
 
 class Muon(torch.optim.Optimizer):

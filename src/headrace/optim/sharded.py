@@ -61,6 +61,13 @@ class _Piece(NamedTuple):
         return (self.stop - self.start) * self.block.columns
 
 
+class _Round(NamedTuple):
+    """Pieces that travel at a time: by owner as they leave here, by holder as they arrive here."""
+
+    leaving: list[list[_Piece]]
+    arriving: list[list[_Piece]]
+
+
 def row_shard(parameter: Tensor) -> RowShard | None:
     """Where the rows of a parameter are; None when every process has all of them.
 
@@ -124,7 +131,8 @@ class Exchange:
         self._group, self._rank = shards[0].group, shards[0].rank
         self._bounds = [shard.bounds for shard in shards]
         self._world = len(self._bounds[0]) - 1
-        self._rounds = list(_rounds(self._assign(parameters), scratch_elements * self._world))
+        limit = scratch_elements * self._world
+        self._rounds = [self._plan(blocks) for blocks in _rounds(self._assign(parameters), limit)]
 
     def update(self, matrices: Sequence[LocalMatrix], precision: Precision) -> None:
         """Add the orthogonalised update of every block to the targets, in place.
@@ -134,8 +142,8 @@ class Exchange:
             precision: see `resolve_precision`; rows travel in that precision.
         """
         dtype = resolve_precision(precision, matrices[0].target.device)
-        for blocks in self._rounds:
-            self._update_round(blocks, matrices, dtype)
+        for plan in self._rounds:
+            self._update_round(plan, matrices, dtype)
 
     def _assign(
         self, parameters: Sequence[tuple[Sequence[int], RowSplit, RowShard]]
@@ -165,14 +173,21 @@ class Exchange:
             if first < last:
                 yield _Piece(block, first - lower, last - lower)
 
-    def _update_round(
-        self, blocks: Sequence[_Block], matrices: Sequence[LocalMatrix], dtype: torch.dtype
-    ) -> None:
+    def _plan(self, blocks: Sequence[_Block]) -> _Round:
         world, me = range(self._world), self._rank
-        # Rows leave ordered by owner and arrive ordered by holder; both sides walk one list.
-        leaving = [[p for b in blocks if b.owner == o for p in self._pieces(b, me)] for o in world]
         owned = [block for block in blocks if block.owner == me]
-        arriving = [[p for b in owned for p in self._pieces(b, holder)] for holder in world]
+        return _Round(
+            [
+                [p for b in blocks if b.owner == owner for p in self._pieces(b, me)]
+                for owner in world
+            ],
+            [[p for b in owned for p in self._pieces(b, holder)] for holder in world],
+        )
+
+    def _update_round(
+        self, plan: _Round, matrices: Sequence[LocalMatrix], dtype: torch.dtype
+    ) -> None:
+        leaving, arriving = plan
         sizes_out = [sum(piece.numbers for piece in pieces) for pieces in leaving]
         sizes_in = [sum(piece.numbers for piece in pieces) for pieces in arriving]
 
