@@ -4,7 +4,7 @@ Call the functions; `use("reference")` or HEADRACE_OPS=reference picks a backend
 `headrace doctor --ops` checks all of them on this machine.
 """
 
-from headrace.ops import dense, reference
+from headrace.ops import cross_entropy, dense, grouped, reference
 from headrace.ops.functions import (
     dense_attention,
     grouped_matmul,
@@ -19,8 +19,10 @@ from headrace.ops.registry import OpFallbackWarning, register, resolve, use
 __all__ = [
     "Layout",
     "OpFallbackWarning",
+    "cross_entropy",
     "dense",
     "dense_attention",
+    "grouped",
     "grouped_matmul",
     "indexer_scores",
     "linear_cross_entropy",

@@ -1,0 +1,127 @@
+"""Output projection and cross-entropy in one op, so that the logits never exist all at once.
+
+The forward keeps the normaliser of each row; the backward computes a chunk's logits again and turns
+them into their gradient in place. When everything fits one chunk, the probabilities are kept
+instead and nothing is computed twice.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from headrace.ops.registry import register
+
+_BLOCK_ELEMENTS = 1 << 20
+"""Logits widened to float32 at once: what stays in cache between the passes over it."""
+
+
+def linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    temperature: float = 1.0,
+    chunk_elements: int = 1 << 25,
+) -> tuple[Tensor, Tensor]:
+    """See `headrace.ops.linear_cross_entropy`."""
+    rows = max(1, chunk_elements // max(1, weight.shape[0]))
+    differentiable = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
+    return _LinearCrossEntropy.apply(hidden, weight, targets, temperature, rows, differentiable)
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        temperature: float,
+        rows: int,
+        differentiable: bool,
+    ) -> tuple[Tensor, Tensor]:
+        count = hidden.shape[0]
+        keep = differentiable and 0 < count <= rows
+        logprobs, entropies, normalizers = torch.empty(3, count).unbind()
+        logits = hidden.new_empty(0)
+        for begin in range(0, count, rows):
+            chunk = slice(begin, min(begin + rows, count))
+            logits = hidden[chunk] @ weight.t()
+            for part in _blocks(logits):
+                place = slice(begin + part.start, begin + part.stop)
+                z = _widen(logits[part], temperature)
+                highest = z.amax(-1, keepdim=True)
+                chosen = z.gather(-1, targets[place, None])[:, 0]
+                exponentials = z.sub_(highest).exp()
+                total = exponentials.sum(-1)
+                log_total = total.log()
+                normalizers[place] = log_total + highest[:, 0]
+                logprobs[place] = chosen - normalizers[place]
+                if keep:
+                    # Before the product below reuses the buffer.
+                    logits[part] = exponentials / total[:, None]
+                entropies[place] = log_total - exponentials.mul_(z).sum(-1) / total
+        saved = logits if keep else normalizers
+        ctx.save_for_backward(hidden, weight, targets, saved, logprobs)
+        ctx.temperature, ctx.rows, ctx.kept = temperature, rows, keep
+        ctx.mark_non_differentiable(entropies)
+        return logprobs, entropies
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, weight, targets, saved, logprobs = ctx.saved_tensors
+        needs_hidden, needs_weight = ctx.needs_input_grad[:2]
+        scaled = grads[0] / ctx.temperature
+        # 1 - p of the target, without the cancellation when p is close to 1.
+        at_target = -torch.expm1(logprobs) * scaled
+        count, rows = hidden.shape[0], ctx.rows
+        d_hidden = torch.empty_like(hidden) if needs_hidden else None
+        single = count <= rows
+        d_weight = None
+        if needs_weight and not single:
+            # Chunks are summed in float32, or the sum would be rounded once per chunk.
+            d_weight = torch.zeros(weight.shape, dtype=torch.float32)
+        for begin in range(0, count, rows):
+            chunk = slice(begin, min(begin + rows, count))
+            logits = torch.empty_like(saved) if ctx.kept else hidden[chunk] @ weight.t()
+            for part in _blocks(logits):
+                place = slice(begin + part.start, begin + part.stop)
+                if ctx.kept:
+                    p = saved[part].float()
+                else:
+                    z = _widen(logits[part], ctx.temperature)
+                    p = z.sub_(saved[place, None]).exp_()
+                p = p.mul_(-scaled[place, None])
+                logits[part] = p.scatter_(1, targets[place, None], at_target[place, None])
+            if d_hidden is not None:
+                torch.mm(logits, weight, out=d_hidden[chunk])
+            if needs_weight:
+                if single:
+                    d_weight = logits.t() @ hidden
+                elif d_weight is not None and hidden.dtype == torch.float32:
+                    d_weight.addmm_(logits.t(), hidden[chunk])
+                elif d_weight is not None:
+                    d_weight += logits.t() @ hidden[chunk]
+        if needs_weight:
+            d_weight = torch.zeros_like(weight) if d_weight is None else d_weight.to(weight.dtype)
+        return d_hidden, d_weight, None, None, None, None
+
+
+def _widen(logits: Tensor, temperature: float) -> Tensor:
+    """A float32 copy of the logits, divided by the temperature."""
+    if logits.dtype == torch.float32:
+        return logits / temperature
+    return logits.float().div_(temperature)
+
+
+def _blocks(logits: Tensor) -> list[slice]:
+    """Row ranges that are widened at once."""
+    count, vocabulary = logits.shape
+    rows = max(1, _BLOCK_ELEMENTS // max(1, vocabulary))
+    return [slice(a, min(a + rows, count)) for a in range(0, count, rows)]
+
+
+register("linear_cross_entropy", "cpu", linear_cross_entropy)
