@@ -233,11 +233,14 @@ def test_selection_does_not_depend_on_neighbours_chunks_or_slots() -> None:
         assert selections(first, neighbours, chunk) == want, (first, neighbours, chunk)
 
 
-def test_layers_that_share_need_a_selection_to_share() -> None:
+def test_layers_that_share_need_a_selection_of_the_same_pass() -> None:
     run = Sequences(slots=1, indexed=True)
-    run.extend(0, [TOPK])
-    run.cache.begin_decode(torch.tensor([[TOPK]]), TOPK + 1)
-    row = {name: part[SHARED, TOPK : TOPK + 1] for name, part in run.tokens[0].parts.items()}
+    at = TOPK + 2
+    run.extend(0, [at])
+    assert run.cache.selection is not None
+    run.cache.begin_decode(torch.tensor([[at]]), at + 1)
+    assert run.cache.selection is None
+    row = {name: part[SHARED, at : at + 1] for name, part in run.tokens[0].parts.items()}
     with pytest.raises(ValueError, match="layer 1 shares"):
         run.cache.attend_latent(SHARED, query(SHARED, [row], indexed=True))
 
