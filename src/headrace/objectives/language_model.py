@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from headrace.ops import linear_cross_entropy
+
 CHUNK_ELEMENTS = 1 << 25
 """Most logits (rows times vocabulary) alive at once: 128 MiB in float32."""
 
@@ -17,7 +19,7 @@ CHUNK_ELEMENTS = 1 << 25
 def token_logprobs(
     hidden: Tensor,
     targets: Tensor,
-    head: Callable[[Tensor], Tensor],
+    head: Tensor | Callable[[Tensor], Tensor],
     *,
     temperature: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
@@ -26,7 +28,8 @@ def token_logprobs(
     Args:
         hidden: [N, D] final hidden states, each at the position before its target.
         targets: [N] token ids.
-        head: maps [n, D] to logits [n, V].
+        head: weight [V, D] of the output projection, which takes the fused op and is faster; or
+            a function from [n, D] to logits [n, V].
         temperature: logits are divided by it, as the sampler did; > 0.
 
     Returns:
@@ -34,6 +37,10 @@ def token_logprobs(
     """
     if temperature <= 0:
         raise ValueError(f"temperature {temperature} must be positive")
+    if isinstance(head, Tensor):
+        return linear_cross_entropy(
+            hidden, head, targets, temperature=temperature, chunk_elements=CHUNK_ELEMENTS
+        )
 
     def score(rows: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
         logp = torch.log_softmax(head(rows).float() / temperature, dim=-1)
