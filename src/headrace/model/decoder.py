@@ -7,6 +7,7 @@ Projections that read the same input are stored fused; `hf_tensors` splits them.
 
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import cast
 
 import torch
@@ -177,6 +178,21 @@ class Decoder(nn.Module):
             if residual:
                 std /= math.sqrt(2 * self.config.num_layers)
             parameter.copy_(torch.randn(parameter.shape, generator=generator) * std)
+
+    def set_rope(self, *, theta: float | None = None, max_positions: int | None = None) -> None:
+        """Change the rotary base or the number of positions in place; weights stay as they are.
+
+        Args:
+            theta, max_positions: new values; None keeps the old.
+
+        Raises:
+            UserError: a value is not positive.
+        """
+        changes = {"rope_theta": theta, "max_positions": max_positions}
+        self.config = replace(self.config, **{k: v for k, v in changes.items() if v is not None})
+        self.cos, self.sin = rotary_tables(
+            self.config, device=self.cos.device, dtype=self.cos.dtype
+        )
 
     def num_parameters(self) -> int:
         """Number of parameters; a tied embedding counts once."""
