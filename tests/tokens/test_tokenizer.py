@@ -101,3 +101,11 @@ def test_the_gateway_and_its_tokens_need_no_torch():
         "assert not {'torch', 'transformers'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_many_texts_at_once_and_who_encodes_alike(tmp_path: Path):
+    texts = ["count 12 lines", "", "<|user|> ends \ufdd0", "é"]
+    assert TOKENIZER.encode_texts(texts) == [TOKENIZER.encode_text(text) for text in texts]
+    TOKENIZER.save(tmp_path)
+    assert load_tokenizer(tmp_path).fingerprint == TOKENIZER.fingerprint
+    assert train_tokenizer(CORPUS, 329).fingerprint != TOKENIZER.fingerprint
