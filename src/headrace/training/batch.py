@@ -3,6 +3,7 @@
 No torch here: the process that builds batches stays small.
 """
 
+import heapq
 from collections.abc import Sequence
 
 import msgspec
@@ -52,18 +53,37 @@ def rollout_sample(segment: Segment, advantage: float, multiplicity: int = 1) ->
     )
 
 
-def micro_batches(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
-    """Split sequence indices into micro-batches of similar length.
+def plan_micro_batches(
+    lengths: Sequence[int], max_tokens: int, ranks: int = 1
+) -> list[list[list[int]]]:
+    """Deal sequences out to micro-batches of about equal size, the same number for every rank.
 
-    Rows times the longest row stays within max_tokens; a longer single sequence goes alone. Sorted
-    by length, so that padding is rare; ties keep their order, so the split is deterministic.
+    A micro-batch holds at most max_tokens tokens, a longer single sequence goes alone. As few
+    micro-batches as such a greedy deal (longest first, to the emptiest) allows.
+
+    Returns:
+        Sequence indices as [rank][micro-batch]; some may be empty. A function of the arguments
+        alone, so every rank finds the same plan by itself.
     """
-    order = sorted(range(len(lengths)), key=lambda i: (lengths[i], i))
-    batches: list[list[int]] = []
+    if ranks < 1 or max_tokens < 1:
+        raise ValueError(f"plan_micro_batches: max_tokens {max_tokens}, ranks {ranks}")
+    order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
+    rounds = max(1, -(-sum(lengths) // (max_tokens * ranks)))
+    while True:
+        bins = _deal(lengths, order, rounds * ranks)
+        if all(len(b) < 2 or sum(lengths[i] for i in b) <= max_tokens for b in bins):
+            break
+        rounds += 1
+    bins = sorted((sorted(b) for b in bins), key=lambda b: (-sum(lengths[i] for i in b), b))
+    return [bins[rank::ranks] for rank in range(ranks)]
+
+
+def _deal(lengths: Sequence[int], order: Sequence[int], count: int) -> list[list[int]]:
+    """`count` bins; each sequence in turn goes to the bin with the fewest tokens, then items."""
+    bins: list[list[int]] = [[] for _ in range(count)]
+    heap = [(0, 0, number) for number in range(count)]
     for index in order:
-        # Ascending order makes the newcomer the longest of its batch.
-        if batches and (len(batches[-1]) + 1) * lengths[index] <= max_tokens:
-            batches[-1].append(index)
-        else:
-            batches.append([index])
-    return batches
+        tokens, items, number = heapq.heappop(heap)
+        bins[number].append(index)
+        heapq.heappush(heap, (tokens + lengths[index], items + 1, number))
+    return bins

@@ -1,30 +1,61 @@
 """One optimizer step at a time: a model, its optimizers and the objectives, in this process.
 
 The trainer knows token sequences, weights and advantages. It does not know where they came from,
-nor when to stop. Whatever the micro-batching, a step's loss and gradient are the whole batch's
-(law L14).
+nor when to stop. Whatever the micro-batching, packing or number of ranks, a step's loss and
+gradient are the whole batch's (law L14): every rank is given the same global batch and works on
+its share.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from headrace.model.checkpoint import save_checkpoint
 from headrace.model.decoder import Decoder
+from headrace.model.moe import Router
+from headrace.objectives.balance import updated_router_bias
 from headrace.objectives.double_sided_is import double_sided_is
-from headrace.objectives.language_model import token_logprobs, weighted_nll
-from headrace.optim.muon import Muon, matrix_blocks
-from headrace.training.batch import Sample, micro_batches
+from headrace.objectives.language_model import weighted_nll
+from headrace.objectives.mtp import mtp_loss
+from headrace.optim.groups import Algorithm, OptimizerGroups, build_optimizers
+from headrace.training.batch import Sample, plan_micro_batches
+from headrace.training.forward import LossConfig, Pass, PassOutput, freeze
+from headrace.training.guards import GuardConfig, GuardState, TrainingStopped, Verdict, judge
+from headrace.training.parallel import (
+    ALONE,
+    Ranks,
+    shard,
+    synchronise_gradients,
+    unsharded,
+    whole,
+)
+from headrace.training.precision import HalfWeights
+from headrace.training.rl_record import RlRecord
+from headrace.training.rows import Rows, Totals, batch_totals, pack
+
+OPTIMIZER_FILE = "trainer.pt"
+_NEXT_TOKEN = LossConfig()
 
 
 class OptimizerConfig(NamedTuple):
-    """AdamW and step limits; see the stage tables of `headrace.recipe` for meanings."""
+    """Optimizer and step limits; see the stage tables of `headrace.recipe` for meanings.
+
+    Attributes:
+        learning_rate: of matrices; a step may give its own.
+        weight_decay, beta1, beta2: as in `optim.groups.OptimizerGroups`.
+        grad_clip: largest global gradient norm.
+        micro_tokens: most tokens in one forward pass; bounds memory, not the loss.
+        bfloat16: matrix products in bfloat16; weights and optimizer state stay float32.
+        algorithm: of matrices inside layers.
+        embedding: learning-rate multiple of embeddings and output projection.
+        router_bias_rate: step of the routers' selection bias after each update; 0 leaves it.
+    """
 
     learning_rate: float
     weight_decay: float = 0.0
@@ -33,7 +64,9 @@ class OptimizerConfig(NamedTuple):
     grad_clip: float = 1.0
     micro_tokens: int = 8192
     bfloat16: bool = False
-    muon: bool = False
+    algorithm: Algorithm = "adamw"
+    embedding: float = 1.0
+    router_bias_rate: float = 0.0
 
 
 class RlConfig(NamedTuple):
@@ -48,56 +81,114 @@ class NonFiniteLossError(Exception):
     """A loss or gradient norm is not finite; the weights were left as they were."""
 
 
-class _Rows(NamedTuple):
-    """A right-padded micro-batch and its trained positions.
+class Losses(NamedTuple):
+    """A whole batch's losses, the same numbers on every rank.
 
-    ids [B, T]; where [N] flat indices into B*T of positions that predict a trained token; targets,
-    weights, rollout_logprobs, versions, advantages, each [N].
+    Attributes:
+        total: what was minimised, weights included.
+        language, mtp, balance, index: its parts before their weights; 0 where not asked for. The
+            balance loss is 1 when experts are used evenly; the index loss is a KL in nats.
     """
 
-    ids: Tensor
-    where: Tensor
-    targets: Tensor
-    weights: Tensor
-    rollout_logprobs: Tensor
-    versions: Tensor
-    advantages: Tensor
+    total: float
+    language: float
+    mtp: float
+    balance: float
+    index: float
+
+    def metrics(self, losses: LossConfig) -> dict[str, float]:
+        """`loss`, and each part that was asked for besides a plain language loss."""
+        asked = {
+            "language_loss": losses.language,
+            "mtp_loss": losses.mtp_weight > 0,
+            "balance_loss": losses.balance_weight > 0,
+            "index_loss": losses.index is not None,
+        }
+        parts = (self.language, self.mtp, self.balance, self.index)
+        found = {
+            name: part for (name, wanted), part in zip(asked.items(), parts, strict=True) if wanted
+        }
+        return {"loss": self.total, **(found if len(found) > 1 else {})}
+
+
+Objective = Callable[[Rows, PassOutput], Tensor]
+"""Language or RL loss of a micro-batch, already divided by the whole batch's weight."""
 
 
 class Trainer:
-    """Holds the weights that are being trained."""
+    """Holds the weights that are being trained.
 
-    def __init__(self, model: Decoder, config: OptimizerConfig) -> None:
+    Args:
+        model: trained in place; sharded in place when there are several ranks.
+        config: optimizer and limits.
+        losses: what a step minimises.
+        trainable: which parameters have gradients.
+        guard: judges steps; None raises NonFiniteLossError for bad numbers and sees no spikes.
+        ranks: the processes that train together.
+
+    Raises:
+        UserError: losses or trainable set that the model has no parts for.
+    """
+
+    def __init__(
+        self,
+        model: Decoder,
+        config: OptimizerConfig,
+        *,
+        losses: LossConfig = _NEXT_TOKEN,
+        trainable: Literal["all", "indexer", "all_but_indexer"] = "all",
+        guard: GuardConfig | None = None,
+        ranks: Ranks = ALONE,
+    ) -> None:
         self.model = model
         self.config = config
-        model.train()
-        self.optimizers = _optimizers(model, config)
+        self.losses = losses
+        self.guard = guard
+        self.guard_state = GuardState()
+        self.ranks = ranks
         self.steps = 0
+        model.train()
+        freeze(model, trainable)
+        self._pass = Pass(model, losses, bfloat16=config.bfloat16)
+        if ranks.size > 1:
+            shard(self._pass, list(model.layers), ranks, keep_whole=trainable == "indexer")
+        # Sharded weights are gathered anew for every pass; copies of them would go stale.
+        halve = config.bfloat16 and ranks.size == 1
+        self._half = HalfWeights(model) if halve else None
+        self.optimizers = build_optimizers(
+            model,
+            OptimizerGroups(
+                config.learning_rate,
+                config.algorithm,
+                config.weight_decay,
+                config.beta1,
+                config.beta2,
+                embedding=config.embedding,
+            ),
+        )
 
     # -- steps ------------------------------------------------------------------------------
 
     def supervised_step(
         self, samples: Sequence[Sample], learning_rate: float | None = None
     ) -> dict[str, float]:
-        """One step of weighted next-token loss.
+        """One step of weighted next-token loss and whatever else `losses` asks for.
 
         Returns:
-            loss (weighted mean, nats per token), grad_norm, tokens (all tokens read).
+            loss (weighted mean, nats per token, plus weighted auxiliary losses), each part when
+            there is more than one, grad_norm, tokens (all tokens read), skipped (0 or 1).
+
+        Raises:
+            ValueError: nothing in the batch has a loss weight.
+            NonFiniteLossError, TrainingStopped: see `apply`.
         """
-        total = sum(float(np.frombuffer(s.weights, "<f4")[1:].sum()) for s in samples)
-        if total <= 0:
-            raise ValueError("supervised_step: no token of the batch has a loss weight")
-        loss_sum = 0.0
-        for rows in self._micro_batches(samples):
-            logprobs, _ = self._score(rows)
-            loss = weighted_nll(logprobs, rows.weights, total)
-            loss.backward()
-            loss_sum += loss.item()
-        norm = self._apply(loss_sum, learning_rate)
+        losses = self.loss_and_gradients(samples)
+        norm, applied = self.apply(losses.total, learning_rate)
         return {
-            "loss": loss_sum,
+            **losses.metrics(self.losses),
             "grad_norm": norm,
             "tokens": float(sum(len(s) for s in samples)),
+            "skipped": 0.0 if applied else 1.0,
         }
 
     def rl_step(
@@ -121,174 +212,216 @@ class Trainer:
         Returns:
             loss, grad_norm and the objective's metrics as flat numbers; ratios, entropy and KL are
             means over trained tokens.
+
+        Raises:
+            ValueError: nothing in the batch has a loss weight.
+            NonFiniteLossError, TrainingStopped: see `apply`.
         """
-        total = sum(float(np.frombuffer(s.weights, "<f4")[1:].sum()) for s in samples)
-        if total <= 0:
-            raise ValueError("rl_step: the batch has no trained token")
-        loss_sum = 0.0
-        ratios: list[Tensor] = []
-        gaps: list[Tensor] = []
-        lags: list[Tensor] = []
-        low = high = tokens = 0
-        entropy_sum = 0.0
-        mismatches: list[Tensor] = []
-        for rows in self._micro_batches(samples):
-            logprobs, entropies = self._score(rows, rl.temperature)
-            result = double_sided_is(
-                logprobs,
-                rows.rollout_logprobs,
-                rows.advantages,
-                rows.weights,
-                eps_low=rl.eps_low,
-                eps_high=rl.eps_high,
-                normalizer=total,
-            )
-            result.loss.backward()
-            loss_sum += result.loss.item()
-            gap = rows.rollout_logprobs - logprobs.detach()
-            ratios.append(result.ratio)
-            gaps.append(gap)
-            lags.append(version - rows.versions)
-            low += int(result.masked_low.sum())
-            high += int(result.masked_high.sum())
-            tokens += gap.numel()
-            entropy_sum += float(entropies.sum())
-            if fresh:
-                mismatches.append(gap[rows.versions == version].abs())
-        norm = self._apply(loss_sum, learning_rate)
-        ratio = torch.cat(ratios)
-        lag = torch.cat(lags).float()
-        weight = ratio.clamp(max=1e4)
-        metrics = {
-            "loss": loss_sum,
+        record = RlRecord(version)
+        losses = self.loss_and_gradients(samples, rl=rl, record=record)
+        norm, applied = self.apply(losses.total, learning_rate)
+        return {
+            **losses.metrics(self.losses),
             "grad_norm": norm,
-            "trained_tokens": float(tokens),
-            "masked_low": low / tokens,
-            "masked_high": high / tokens,
-            "ratio_mean": float(ratio.mean()),
-            "ratio_p01": float(ratio.quantile(0.01)),
-            "ratio_p99": float(ratio.quantile(0.99)),
-            "effective_sample_share": float(weight.sum() ** 2 / (weight**2).sum() / tokens),
-            "kl_rollout": float(torch.cat(gaps).mean()),
-            "entropy": entropy_sum / tokens,
-            "lag_mean": float(lag.mean()),
-            "lag_max": float(lag.max()),
+            "skipped": 0.0 if applied else 1.0,
+            **record.metrics(self.ranks, fresh=fresh),
         }
-        mismatch = torch.cat(mismatches) if mismatches else torch.empty(0)
-        if mismatch.numel():
-            metrics["mismatch_mean_abs"] = float(mismatch.mean())
-            metrics["mismatch_max_abs"] = float(mismatch.max())
-        return metrics
+
+    def loss_and_gradients(
+        self,
+        samples: Sequence[Sample],
+        *,
+        rl: RlConfig | None = None,
+        record: RlRecord | None = None,
+    ) -> Losses:
+        """Losses of a whole batch; its gradients are added to the parameters' `.grad`.
+
+        Args:
+            samples: the global batch, the same on every rank.
+            rl: use the RL objective instead of the next-token loss.
+            record: collects what `rl_step` reports.
+
+        Raises:
+            ValueError: a sample is longer than the model's positions, or nothing is trained.
+        """
+        totals = self._totals(samples)
+        objective = _supervised(totals) if rl is None else _reinforced(totals, rl, record)
+        plan = plan_micro_batches(
+            [len(s) for s in samples], self.config.micro_tokens, self.ranks.size
+        )[self.ranks.rank]
+        self._pass.loads.clear()
+        sums = torch.zeros(5, dtype=torch.float64)
+        with nullcontext() if self._half is None else self._half.swapped_in():
+            for number, indices in enumerate(plan):
+                rows = pack([samples[i] for i in indices]).to(self.ranks.device)
+                synchronise_gradients(self._pass, number == len(plan) - 1)
+                output = self._pass(rows, 1.0 if rl is None else rl.temperature)
+                terms = self._terms(rows, output, objective, totals)
+                if terms[0].requires_grad:
+                    terms[0].backward()
+                sums += terms.detach().double().cpu()
+        return Losses(*self.ranks.sum(sums).tolist())
+
+    def apply(self, loss: float, learning_rate: float | None = None) -> tuple[float, bool]:
+        """Clip the gradients, step the optimizers, move the routers' biases, clear the gradients.
+
+        Args:
+            loss: of the step, for the guard.
+            learning_rate: None keeps the last one.
+
+        Returns:
+            The gradient norm before clipping, and whether the guard let the step through.
+
+        Raises:
+            NonFiniteLossError: loss or norm is not finite and there is no guard.
+            TrainingStopped: the guard ended training. Weights are unchanged in both cases.
+        """
+        trained = [p for p in self.model.parameters() if p.grad is not None]
+        total_norm = whole(get_total_norm([p.grad for p in trained if p.grad is not None]))
+        norm = float(total_norm)
+        if not self._let_through(loss, norm):
+            self.model.zero_grad(set_to_none=True)
+            return norm, False
+        if norm > self.config.grad_clip:
+            clip_grads_with_norm_(trained, self.config.grad_clip, total_norm)
+        self.optimizers.step(learning_rate)
+        self.model.zero_grad(set_to_none=True)
+        self._balance_routers()
+        self.steps += 1
+        return norm, True
 
     # -- state ------------------------------------------------------------------------------
 
     def reset_optimizer(self) -> None:
         """Forget all optimizer state (paper section 4.1.1: after each publication)."""
-        for optimizer in self.optimizers:
-            optimizer.state.clear()
+        self.optimizers.reset()
+
+    def reset_guard(self) -> None:
+        """Forget recent losses, when the data changes so much that they say nothing any more."""
+        self.guard_state = GuardState(skipped=self.guard_state.skipped)
 
     def save(self, path: Path, *, tokenizer_from: Path | None, optimizer: bool) -> None:
-        """Write a checkpoint directory, whole or not at all; `optimizer` adds its state beside."""
-        save_checkpoint(self.model, path, tokenizer_from=tokenizer_from)
-        if optimizer:
-            temporary = path / "trainer.pt.tmp"
-            states = [optimizer.state_dict() for optimizer in self.optimizers]
-            torch.save({"optimizers": states, "steps": self.steps}, temporary)
-            temporary.replace(path / "trainer.pt")
+        """Write a Hugging Face checkpoint directory, whole or not at all; all ranks must call.
+
+        `optimizer` adds the optimizer's state beside, of a single rank only: see `checkpointing`
+        for a state that may be sharded.
+        """
+        model = unsharded(self.model, self.ranks)
+        if model is not None:
+            save_checkpoint(model, path, tokenizer_from=tokenizer_from)
+        if optimizer and self.ranks.size == 1:
+            temporary = path / f"{OPTIMIZER_FILE}.tmp"
+            state = {"optimizer": self.optimizers.named_state(), "steps": self.steps}
+            torch.save(state, temporary)
+            temporary.replace(path / OPTIMIZER_FILE)
+        self.ranks.barrier()
 
     def restore_optimizer(self, path: Path) -> bool:
         """Load optimizer state saved by `save`; False when the checkpoint has none."""
-        file = path / "trainer.pt"
+        file = path / OPTIMIZER_FILE
         if not file.is_file():
             return False
         state = torch.load(file, weights_only=True)
-        for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
-            optimizer.load_state_dict(saved)
+        if "optimizer" not in state:
+            return False
+        self.optimizers.load_named_state(state["optimizer"])
         self.steps = int(state["steps"])
         return True
 
     # -- parts ------------------------------------------------------------------------------
 
-    def _micro_batches(self, samples: Sequence[Sample]) -> list[_Rows]:
-        batches = micro_batches([len(s) for s in samples], self.config.micro_tokens)
-        return [_pad([samples[i] for i in batch]) for batch in batches]
+    def _totals(self, samples: Sequence[Sample]) -> Totals:
+        longest = max((len(s) for s in samples), default=0)
+        limit = self.model.config.max_positions
+        if longest > limit:
+            raise ValueError(f"a sample has {longest} tokens; the model has {limit} positions")
+        totals = batch_totals(samples, self._pass.mtp_depth)
+        if totals.weight <= 0 and self.losses.language:
+            raise ValueError("no token of the batch has a loss weight")
+        return totals
 
-    def _score(self, rows: _Rows, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
-        """(logprobs [N] with gradient, entropies [N]) of the trained tokens of a micro-batch."""
-        autocast = torch.autocast("cpu", torch.bfloat16) if self.config.bfloat16 else nullcontext()
-        with autocast:
-            # Right padding needs no mask: attention is causal, so real tokens never see it.
-            hidden = self.model(rows.ids)
-            selected = hidden.flatten(0, 1).index_select(0, rows.where)
-            return token_logprobs(
-                selected, rows.targets, self.model.logits, temperature=temperature
-            )
+    def _terms(
+        self, rows: Rows, output: PassOutput, objective: Objective, totals: Totals
+    ) -> Tensor:
+        """[5]: total with gradient, then language, mtp, balance and index loss of a micro-batch."""
+        zero = torch.zeros((), device=rows.ids.device)
+        language = objective(rows, output) if self.losses.language else zero
+        mtp = zero
+        if output.mtp_logprobs:
+            mtp = mtp_loss(output.mtp_logprobs, output.mtp_weights, totals.mtp)
+        balance, index = (
+            torch.stack(terms).sum() / (totals.tokens * len(terms)) if terms else zero
+            for terms in (output.balance, output.index)
+        )
+        total = (
+            language
+            + self.losses.mtp_weight * mtp
+            + self.losses.balance_weight * balance
+            + self.losses.index_weight * index
+        )
+        return torch.stack((total, language, mtp, balance, index)) * float(rows.counts)
 
-    def _apply(self, loss: float, learning_rate: float | None) -> float:
-        """Clip, step and clear; refuses non-finite numbers before they reach the weights."""
-        norm = float(torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.grad_clip))
-        if not (math.isfinite(loss) and math.isfinite(norm)):
+    def _let_through(self, loss: float, norm: float) -> bool:
+        if self.guard is None:
+            if math.isfinite(loss) and math.isfinite(norm):
+                return True
             self.model.zero_grad(set_to_none=True)
             raise NonFiniteLossError(
                 f"step {self.steps}: loss {loss}, gradient norm {norm}; weights unchanged"
             )
-        for optimizer in self.optimizers:
-            if learning_rate is not None:
-                for group in optimizer.param_groups:
-                    group["lr"] = learning_rate
-            optimizer.step()
-        self.model.zero_grad(set_to_none=True)
-        self.steps += 1
-        return norm
+        judgement = judge(self.guard, self.guard_state, loss, norm)
+        self.guard_state = judgement.state
+        if judgement.verdict is Verdict.STOP:
+            self.model.zero_grad(set_to_none=True)
+            raise TrainingStopped(f"training stopped at step {self.steps}: {judgement.reason}")
+        return judgement.verdict is Verdict.APPLY
+
+    def _balance_routers(self) -> None:
+        """Move each router's selection bias towards balance, by the whole batch's loads."""
+        if self.config.router_bias_rate <= 0:
+            return
+        for bias, load in self._router_loads():
+            bias.copy_(updated_router_bias(bias, load, self.config.router_bias_rate))
+
+    def _router_loads(self) -> list[tuple[Tensor, Tensor]]:
+        """(selection bias, load [E] over the whole batch) of every router of the model."""
+        found = []
+        for module in self.model.modules():
+            if isinstance(module, Router):
+                nothing = torch.zeros_like(module.bias, dtype=torch.int64)
+                load = self._pass.loads.get(module, nothing)
+                found.append((module.bias, self.ranks.sum(load)))
+        return found
 
 
-def _optimizers(model: Decoder, config: OptimizerConfig) -> list[torch.optim.Optimizer]:
-    """AdamW, or Muon for the matrices inside the layers and AdamW for the rest."""
-    blocks = matrix_blocks(model) if config.muon else []
-    taken = {parameter for parameter, _ in blocks}
-    rest = [p for p in model.parameters() if p not in taken]
-    adamw = torch.optim.AdamW(
-        [
-            {
-                "params": [p for p in rest if p.dim() >= 2],
-                "weight_decay": config.weight_decay,
-            },
-            {"params": [p for p in rest if p.dim() < 2], "weight_decay": 0.0},
-        ],
-        lr=config.learning_rate,
-        betas=(config.beta1, config.beta2),
-        fused=True,
-    )
-    if not blocks:
-        return [adamw]
-    return [Muon(blocks, config.learning_rate, weight_decay=config.weight_decay), adamw]
+def _supervised(totals: Totals) -> Objective:
+    def objective(rows: Rows, output: PassOutput) -> Tensor:
+        return weighted_nll(output.logprobs, rows.weights, totals.weight)
+
+    return objective
 
 
-def _pad(samples: Sequence[Sample]) -> _Rows:
-    """Right-pad samples into one micro-batch and pick out the trained positions."""
-    length = max(len(s) for s in samples)
-    shape = (len(samples), length)
-    ids = np.zeros(shape, "<i8")
-    weights = np.zeros(shape, "<f4")
-    logprobs = np.zeros(shape, "<f4")
-    versions = np.full(shape, -1, "<i8")
-    advantages = np.zeros(shape, "<f4")
-    for row, sample in enumerate(samples):
-        n = len(sample)
-        ids[row, :n] = np.frombuffer(sample.ids, "<i4")
-        weights[row, :n] = np.frombuffer(sample.weights, "<f4")
-        if sample.logprobs:
-            logprobs[row, :n] = np.frombuffer(sample.logprobs, "<f4")
-            versions[row, :n] = np.frombuffer(sample.versions, "<i4")
-        advantages[row] = sample.advantage
-    weights[:, 0] = 0.0
-    rows, columns = np.nonzero(weights)
-    return _Rows(
-        ids=torch.from_numpy(ids),
-        where=torch.from_numpy(rows * length + columns - 1),
-        targets=torch.from_numpy(ids[rows, columns]),
-        weights=torch.from_numpy(weights[rows, columns]),
-        rollout_logprobs=torch.from_numpy(logprobs[rows, columns]),
-        versions=torch.from_numpy(versions[rows, columns]),
-        advantages=torch.from_numpy(advantages[rows, columns]),
-    )
+def _reinforced(totals: Totals, rl: RlConfig, record: RlRecord | None) -> Objective:
+    def objective(rows: Rows, output: PassOutput) -> Tensor:
+        result = double_sided_is(
+            output.logprobs,
+            rows.rollout_logprobs,
+            rows.advantages,
+            rows.weights,
+            eps_low=rl.eps_low,
+            eps_high=rl.eps_high,
+            normalizer=totals.weight,
+        )
+        if record is not None:
+            columns = (
+                result.ratio,
+                rows.rollout_logprobs - output.logprobs.detach(),
+                output.entropies,
+                result.masked_low,
+                result.masked_high,
+                rows.versions,
+            )
+            record.add(torch.stack([c.double() for c in columns], dim=1))
+        return result.loss
+
+    return objective
