@@ -4,7 +4,7 @@ Call the functions; `use("reference")` or HEADRACE_OPS=reference picks a backend
 `headrace doctor --ops` checks all of them on this machine.
 """
 
-from headrace.ops import cross_entropy, dense, grouped, reference
+from headrace.ops import cross_entropy, dense, grouped, reference, sparse
 from headrace.ops.functions import (
     dense_attention,
     grouped_matmul,
@@ -30,6 +30,7 @@ __all__ = [
     "register",
     "resolve",
     "select_topk",
+    "sparse",
     "sparse_latent_attention",
     "use",
 ]
