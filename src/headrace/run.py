@@ -221,10 +221,11 @@ class _Run:
 
     async def _stage(self, system: System | None, stage: Stage, source: Path, target: Path) -> None:
         self.ledger.stage_started(stage.name)
-        unit = "s" if stage.seconds is not None else "updates"
-        total = stage.seconds
-        if total is None:
-            total = stage.updates if isinstance(stage, AgenticRlStage) else stage.steps
+        total, unit = stage.seconds, "s"
+        if total is None and isinstance(stage, AgenticRlStage):
+            total, unit = stage.updates, "updates"
+        elif total is None:
+            total, unit = stage.steps, "steps"
         self.view.stage_started(stage.name, stage.kind, total, unit)
         started = time.monotonic()
         before = float(self.ledger.get_state(f"seconds:{stage.name}", 0.0))

@@ -30,7 +30,9 @@ class StageTable(Table):
     grad_clip: Annotated[float, Field(gt=0.0)] = 1.0
     """Largest global gradient norm."""
     micro_tokens: Positive = 8192
-    """Most tokens (padding included) in one forward pass; bounds memory, not the loss."""
+    """Most tokens in one forward pass of the trainer; bounds memory, not the loss."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Type of matrix products; weights and optimizer state stay float32."""
 
 
 class SupervisedStage(StageTable):
@@ -67,8 +69,6 @@ class SupervisedStage(StageTable):
     """How far that is, in robust standard deviations."""
     threads: Positive | None = None
     """Compute threads; by default all cores (nothing else runs during this stage)."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """Type of matrix products; weights and optimizer state stay float32."""
 
     @model_validator(mode="after")
     def _budget(self) -> Self:
@@ -174,6 +174,8 @@ class SftStage(SupervisedStage):
     """Instead of a task: a JSONL file of conversations, or "builtin" for generated ones."""
     count: Positive = 8000
     """How many built-in conversations."""
+    mtp_weight: Annotated[float, Field(ge=0.0)] = 0.1
+    """Weight of the multi-token prediction loss, when the model has such layers."""
     thinking: Literal["interleaved", "preserved", "turn"] = "turn"
     """Which thinking stays in context, for conversations that do not say."""
     freeze_indexer: bool = True
@@ -232,8 +234,6 @@ class AgenticRlStage(StageTable):
     """Sampling temperature of rollouts."""
     max_sequence: Positive | None = None
     """Longest sequence trained on, in tokens; by default engine.max_context."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """Type of matrix products in the trainer; weights and optimizer state stay float32."""
 
     @model_validator(mode="after")
     def _budget(self) -> Self:

@@ -100,6 +100,7 @@ def optimizer_config(stage: StageTable) -> dict[str, Any]:
         "beta2": stage.adam_beta2 if isinstance(stage, AgenticRlStage) else 0.95,
         "grad_clip": stage.grad_clip,
         "micro_tokens": stage.micro_tokens,
+        "router_bias_rate": (stage.router_bias_rate if isinstance(stage, SupervisedStage) else 0.0),
         "bfloat16": stage.dtype == "bfloat16",
         "algorithm": stage.optimizer,
         "embedding": stage.embedding_rate if isinstance(stage, SupervisedStage) else 1.0,

@@ -50,7 +50,6 @@ async def run_language(
     if isinstance(stage, DsaWarmupStage):
         load |= {
             "trainable": "indexer",
-            "attention": "dense",
             "indexer": {
                 "num_heads": stage.index_heads,
                 "head_dim": stage.index_head_dim,
@@ -59,8 +58,6 @@ async def run_language(
             },
             "seed": context.recipe.seed,
         }
-    elif isinstance(stage, DsaAdaptStage):
-        load["attention"] = "sparse"
     return await _run(context, stage, source, target, load, _phases(context, stage), samples=None)
 
 
@@ -160,7 +157,6 @@ def _losses(stage: SupervisedStage) -> dict[str, Any]:
     losses: dict[str, Any] = {
         "mtp_weight": stage.mtp_weight,
         "balance_weight": stage.balance_weight,
-        "router_bias_rate": stage.router_bias_rate,
     }
     if isinstance(stage, DsaWarmupStage):
         return {"language": False, "index": "dense"}
@@ -221,22 +217,20 @@ def corpus_spec(table: CorpusTable) -> CorpusSpec:
 
 def source_spec(table: CorpusTable, weight: float, sequence: int) -> SourceSpec:
     """A [data.NAME] table as part of a mixture of rows of `sequence` tokens."""
-    tokens = min(table.tokens or sequence, sequence)
+    tokens = max(min(table.tokens or sequence, sequence), 64)
+    # Framing tokens take some of the row, and facts need room in the shortest document.
+    most = tokens - 8
+    least = min(most, max(tokens // 4, 32 + 20 * table.keys[1]))
     return SourceSpec(
         corpus=corpus_spec(table),
         weight=weight,
         shape=table.shape,
         kinds=table.kinds,
-        tokens=max(tokens, 64),
+        tokens=tokens,
         count=table.count,
         min_tokens=table.min_tokens,
         diff_weight=table.answer_weight,
-        # Framing tokens take some of the row.
-        retrieval=RetrievalSpec(
-            tokens=(max(64, tokens // 4), max(64, tokens - 8)),
-            keys=table.keys,
-            answer_weight=table.answer_weight,
-        ),
+        retrieval=RetrievalSpec((least, most), table.keys, answer_weight=table.answer_weight),
     )
 
 

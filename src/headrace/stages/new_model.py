@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import tempfile
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -16,10 +17,11 @@ from headrace.stages.context import demonstrations_of
 from headrace.stages.language import corpus_spec
 from headrace.stages.trainers import open_trainer
 from headrace.tasks.types import TaskService
+from headrace.tokens.renderer import create_renderer
 from headrace.tokens.tokenizer import TextTokenizer
-from headrace.tokens.training import train_tokenizer
+from headrace.tokens.training import SMALLEST_VOCABULARY, train_tokenizer
 
-_CONVERSATIONS = 1500
+_CONVERSATIONS = 400
 """Built-in conversations whose words a chat tokenizer learns besides its corpus."""
 _CREATE_TIMEOUT_S = 600.0
 
@@ -132,18 +134,35 @@ def _text_tokenizer(recipe: Recipe, table: TokenizerTable) -> TextTokenizer:
         name = table.corpus or next(iter(recipe.data))
         texts += sample_texts(open_corpus(corpus_spec(recipe.data[name])))
     if table.format == "glm-5":
-        from headrace.data.assistant import conversations
-
-        for conversation in conversations(recipe.seed, _CONVERSATIONS):
-            texts += _texts(conversation.messages)
+        texts += _chat_texts(texts, recipe.seed)
     return train_tokenizer(texts, table.vocab_size, table.format)
+
+
+def _chat_texts(texts: list[str], seed: int) -> list[str]:
+    """Built-in conversations as a model reads them, tool declarations included.
+
+    What stands in every prompt deserves its own tokens. Rendering needs a tokenizer, so a first
+    one that knows little more than bytes serves for that.
+    """
+    from headrace.data.assistant import conversations
+    from headrace.tokens.thinking import render_conversation
+
+    with tempfile.TemporaryDirectory() as folder:
+        train_tokenizer(texts, SMALLEST_VOCABULARY + 256, "glm-5").save(folder)
+        renderer = create_renderer("auto", folder)
+        return [
+            renderer.tokenizer.decode(sequence.ids, skip_special_tokens=True)
+            for c in conversations(seed, _CONVERSATIONS)
+            for sequence in render_conversation(renderer, c.messages, c.tools, c.mode)
+        ]
 
 
 def _texts(messages: Iterable[Mapping[str, Any]]) -> list[str]:
     """Everything readable in a conversation."""
     texts = []
     for message in messages:
-        texts += [message[k] for k in ("reasoning_content", "content") if message.get(k)]
+        if message.get("content"):
+            texts.append(message["content"])
         for call in message.get("tool_calls") or []:
             texts += [str(v) for v in json.loads(call["function"]["arguments"]).values()]
     return texts

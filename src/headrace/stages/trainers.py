@@ -28,10 +28,7 @@ class TrainerGroup:
             WorkerDied, WorkerFailure, TimeoutError: of the first rank that failed.
         """
         answers = await asyncio.gather(
-            *(
-                rank.request(method, payload, timeout_s=timeout_s)
-                for rank in self._ranks
-            )
+            *(rank.request(method, payload, timeout_s=timeout_s) for rank in self._ranks)
         )
         return answers[0]
 

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from headrace.data.stream import TokenStream
 from headrace.training.batch import Sample
 
 
@@ -72,3 +73,28 @@ class SampleStream:
     def _shuffled(self) -> np.ndarray:
         rng = np.random.default_rng((self._seed, self._epoch))
         return rng.permutation(len(self._samples))
+
+
+class TextStream:
+    """Packed rows of text, one sample per document of a row."""
+
+    def __init__(self, stream: TokenStream) -> None:
+        self._stream = stream
+
+    def next_batch(self) -> list[Sample]:
+        """See `BatchStream.next_batch`."""
+        return [
+            Sample(ids.astype("<i4").tobytes(), weights.astype("<f4").tobytes())
+            for row in self._stream.next_batch()
+            for ids, weights in row
+            # One token alone has nothing to predict and nothing to be predicted from.
+            if len(ids) > 1
+        ]
+
+    def state(self) -> dict[str, Any]:
+        """See `BatchStream.state`."""
+        return self._stream.state()
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """See `BatchStream.restore`."""
+        self._stream.restore(state)

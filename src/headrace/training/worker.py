@@ -1,26 +1,36 @@
 """The trainer's process: requests in, metrics and checkpoints out.
 
 The parent drives every step, so budgets, progress and the ledger stay in one place. Busy seconds
-are counted here, where they are spent.
+are counted here, where they are spent. Several such processes may be the ranks of one trainer:
+then each gets every request.
 """
 
 import time
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
-import numpy as np
 import torch
 
 from headrace.cluster.worker import WorkerConnection
+from headrace.data.stream import StreamSpec, TokenStream
 from headrace.errors import UserError
+from headrace.model.adapt import extend_with_indexer
 from headrace.model.checkpoint import load_checkpoint, save_checkpoint
-from headrace.model.config import ModelConfig
+from headrace.model.config import IndexerConfig, ModelConfig
 from headrace.model.decoder import Decoder
+from headrace.model.presets import preset
+from headrace.tokens.tokenizer import load_tokenizer
 from headrace.training.batch import Sample
+from headrace.training.checkpointing import load_state, read_extra, save_state
+from headrace.training.forward import LossConfig
+from headrace.training.guards import GuardConfig
+from headrace.training.parallel import Ranks, joined
+from headrace.training.streams import BatchStream, SampleStream, TextStream
 from headrace.training.trainer import NonFiniteLossError, OptimizerConfig, RlConfig, Trainer
 
-_WORK = ("supervised", "rl", "save")
+_WORK = ("supervised", "rl", "save", "checkpoint")
 """Methods whose time counts as training; loading a model or receiving data does not."""
 
 
@@ -33,13 +43,19 @@ class TrainerWorker:
         self.trainer: Trainer | None = None
         self.rl = RlConfig(0.2, 0.28)
         self.data: list[Sample] = []
-        self.order: list[int] = []
-        self.rng = np.random.default_rng(0)
+        self.stream: BatchStream | None = None
+        self.checkpoint = Path()
+        self.ranks = Ranks()
         self.busy_s = 0.0
         self.fresh = True
+        self._resources = ExitStack()
 
     def run(self) -> None:
         """Serve until the parent hangs up."""
+        with self._resources:
+            self._serve()
+
+    def _serve(self) -> None:
         while True:
             request = self.connection.poll(1.0)
             if request is None:
@@ -72,70 +88,68 @@ class TrainerWorker:
             raise RuntimeError("no model is loaded")
         return self.trainer
 
-    def _do_create(self, config: dict[str, Any], seed: int, path: str, tokenizer: str) -> int:
+    @property
+    def _stream(self) -> BatchStream:
+        if self.stream is None:
+            raise RuntimeError("no phase has begun")
+        return self.stream
+
+    # -- models -----------------------------------------------------------------------------
+
+    def _do_join(self, rank: int, world: int, address: str, port: int) -> None:
+        """Become one of several ranks, for the rest of this process's life."""
+        group = joined(rank, world, f"tcp://{address}:{port}")
+        self.ranks = self._resources.enter_context(group)
+
+    def _do_create(
+        self, shape: dict[str, Any], vocab_size: int, seed: int, path: str, tokenizer: str
+    ) -> int:
         """Write a checkpoint with random weights; returns its parameter count."""
-        model = Decoder(ModelConfig(**config))
+        if "preset" in shape:
+            config = preset(shape["preset"], vocab_size, **shape["overrides"])
+        else:
+            config = ModelConfig(vocab_size=vocab_size, **shape["config"])
+        model = Decoder(config)
         model.init_weights(seed)
         save_checkpoint(model, Path(path), tokenizer_from=Path(tokenizer))
         return model.num_parameters()
 
     def _do_load(
-        self, path: str, optimizer: dict[str, Any], rl: dict[str, Any] | None = None
+        self,
+        path: str,
+        optimizer: dict[str, Any],
+        rl: dict[str, Any] | None = None,
+        losses: dict[str, Any] | None = None,
+        trainable: Literal["all", "indexer", "all_but_indexer"] = "all",
+        guard: dict[str, Any] | None = None,
+        indexer: dict[str, Any] | None = None,
+        seed: int = 0,
     ) -> dict[str, Any]:
-        """Load a checkpoint to train, with optimizer state when it has some."""
-        model = load_checkpoint(Path(path))
-        self.trainer = Trainer(model, OptimizerConfig(**optimizer))
-        restored = self.trainer.restore_optimizer(Path(path))
+        """Load a checkpoint to train, with optimizer state when it has some.
+
+        Args:
+            losses: keyword arguments of `LossConfig`; parts that the model lacks are left out.
+            indexer: add one of this shape if the model has none.
+            seed: of its weights.
+        """
+        self.checkpoint = Path(path)
+        model = load_checkpoint(self.checkpoint)
+        if indexer is not None and model.config.indexer is None:
+            model = extend_with_indexer(model, _indexer(indexer, model.config.num_layers), seed)
+        has_indexer = model.config.indexer is not None
+        self.trainer = Trainer(
+            model,
+            OptimizerConfig(**optimizer),
+            losses=_losses(model.config, losses or {}),
+            trainable="all" if trainable == "all_but_indexer" and not has_indexer else trainable,
+            guard=None if guard is None else GuardConfig(**guard),
+            ranks=self.ranks,
+        )
+        restored = self.trainer.restore_optimizer(self.checkpoint)
         if rl is not None:
             self.rl = RlConfig(**rl)
         self.fresh = True
         return {"parameters": model.num_parameters(), "optimizer_restored": restored}
-
-    def _do_data(self, samples: list[Any], seed: int) -> int:
-        """Add supervised data; returns how much there is."""
-        self.data += [msgspec.convert(s, Sample) for s in samples]
-        self.rng = np.random.default_rng(seed)
-        return len(self.data)
-
-    def _next_batch(self, batch_tokens: int) -> list[Sample]:
-        """The next samples of a shuffled epoch, about `batch_tokens` tokens."""
-        batch: list[Sample] = []
-        tokens = 0
-        while tokens < batch_tokens:
-            if not self.order:
-                self.order = self.rng.permutation(len(self.data)).tolist()
-            batch.append(self.data[self.order.pop()])
-            tokens += len(batch[-1])
-        return batch
-
-    def _do_supervised(self, batch_tokens: int, learning_rates: list[float]) -> dict[str, float]:
-        """One step per learning rate; returns the mean metrics and tokens per second."""
-        started = time.perf_counter()
-        rows = [
-            self._trainer.supervised_step(self._next_batch(batch_tokens), rate)
-            for rate in learning_rates
-        ]
-        seconds = time.perf_counter() - started
-        tokens = sum(row["tokens"] for row in rows)
-        return {
-            "loss": sum(row["loss"] for row in rows) / len(rows),
-            "grad_norm": sum(row["grad_norm"] for row in rows) / len(rows),
-            "tokens": tokens,
-            "tokens_per_s": tokens / seconds,
-            "learning_rate": learning_rates[-1],
-            "step": float(self._trainer.steps),
-        }
-
-    def _do_rl(self, samples: list[Any], version: int, learning_rate: float) -> dict[str, float]:
-        """One update on a batch of rollouts."""
-        started = time.perf_counter()
-        batch = [msgspec.convert(s, Sample) for s in samples]
-        metrics = self._trainer.rl_step(
-            batch, self.rl, version=version, fresh=self.fresh, learning_rate=learning_rate
-        )
-        self.fresh = False
-        metrics["update_s"] = time.perf_counter() - started
-        return metrics
 
     def _do_save(
         self, path: str, tokenizer: str | None, optimizer: bool, reset_optimizer: bool
@@ -152,6 +166,119 @@ class TrainerWorker:
         self.fresh = True
         return time.perf_counter() - started
 
+    # -- supervised stages ------------------------------------------------------------------
+
+    def _do_data(self, samples: list[Any]) -> int:
+        """Add supervised data; returns how much there is."""
+        self.data += [msgspec.convert(s, Sample) for s in samples]
+        return len(self.data)
+
+    def _do_phase(
+        self,
+        stream: dict[str, Any],
+        positions: int | None = None,
+        rope_theta: float | None = None,
+    ) -> None:
+        """Begin a part of the stage.
+
+        Args:
+            stream: {"kind": "samples", "batch_tokens", "seed"} over the data sent before, or
+                {"kind": "text", "spec", "row_tokens", "batch_rows", "seed"}.
+            positions: the model's longest sequence from here on, when that is more.
+            rope_theta: base of its rotary frequencies from here on; None keeps it.
+        """
+        model = self._trainer.model
+        if positions is not None or rope_theta is not None:
+            longest = max(positions or 0, model.config.max_positions)
+            model.set_rope(theta=rope_theta, max_positions=longest)
+        if stream["kind"] == "samples":
+            self.stream = SampleStream(self.data, stream["batch_tokens"], stream["seed"])
+        else:
+            if stream["row_tokens"] > model.config.max_positions:
+                raise UserError(
+                    f"sequence = {stream['row_tokens']} exceeds the model's "
+                    f"{model.config.max_positions} positions; lower it, or extend the context in "
+                    "a midtrain stage"
+                )
+            self.stream = TextStream(
+                TokenStream(
+                    msgspec.convert(stream["spec"], StreamSpec),
+                    load_tokenizer(self.checkpoint),
+                    stream["row_tokens"],
+                    stream["batch_rows"],
+                    stream["seed"],
+                )
+            )
+        self._trainer.reset_guard()
+
+    def _do_supervised(self, learning_rates: list[float]) -> dict[str, float]:
+        """One step per learning rate; returns mean metrics, rates of work and memory."""
+        started = time.perf_counter()
+        rows = []
+        for rate in learning_rates:
+            batch = self._stream.next_batch()
+            rows.append(self._trainer.supervised_step(batch, rate))
+        seconds = time.perf_counter() - started
+        metrics = {name: sum(row[name] for row in rows) / len(rows) for name in rows[-1]}
+        return {
+            **metrics,
+            "tokens": sum(row["tokens"] for row in rows),
+            "skipped": sum(row["skipped"] for row in rows),
+            "skipped_total": float(self._trainer.guard_state.skipped),
+            "tokens_per_s": sum(row["tokens"] for row in rows) / seconds,
+            "learning_rate": learning_rates[-1],
+            "step": float(self._trainer.steps),
+        }
+
+    def _do_progress(self, checkpoint: str) -> dict[str, Any] | None:
+        """Where the newest resumable checkpoint under the folder stands; None without one."""
+        extra = read_extra(Path(checkpoint))
+        return None if extra is None else extra["position"]
+
+    def _do_checkpoint(self, checkpoint: str, position: dict[str, Any], keep: int) -> None:
+        """Write everything needed to go on from here, bit for bit."""
+        extra = {"position": position, "stream": self._stream.state()}
+        save_state(self._trainer, Path(checkpoint), extra, keep=keep)
+
+    def _do_restore(self, checkpoint: str) -> None:
+        """Go to the newest checkpoint; its phase must have begun."""
+        extra = load_state(self._trainer, Path(checkpoint))
+        self._stream.restore(extra["stream"])
+
+    # -- reinforcement learning -------------------------------------------------------------
+
+    def _do_rl(self, samples: list[Any], version: int, learning_rate: float) -> dict[str, float]:
+        """One update on a batch of rollouts."""
+        started = time.perf_counter()
+        batch = [msgspec.convert(s, Sample) for s in samples]
+        metrics = self._trainer.rl_step(
+            batch, self.rl, version=version, fresh=self.fresh, learning_rate=learning_rate
+        )
+        self.fresh = False
+        metrics["update_s"] = time.perf_counter() - started
+        return metrics
+
     def _do_stats(self) -> dict[str, float]:
         """Busy seconds since the start."""
         return {"busy_s": self.busy_s}
+
+
+def _losses(config: ModelConfig, wanted: dict[str, Any]) -> LossConfig:
+    """What a stage asks for, as far as the model has the parts."""
+    losses = LossConfig(**wanted)
+    if config.mtp is None:
+        losses = losses._replace(mtp_weight=0.0)
+    if config.moe is None:
+        losses = losses._replace(balance_weight=0.0)
+    return losses
+
+
+def _indexer(shape: dict[str, Any], num_layers: int) -> IndexerConfig:
+    """An indexer's config from a recipe's numbers."""
+    every = shape["share_every"]
+    return IndexerConfig(
+        num_heads=shape["num_heads"],
+        head_dim=shape["head_dim"],
+        topk=shape["topk"],
+        shared=tuple(layer % every != 0 for layer in range(num_layers)) if every > 1 else (),
+    )
