@@ -8,6 +8,7 @@ data stream's position among them, are JSON beside. A checkpoint appears whole o
 import json
 import os
 import shutil
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -51,11 +52,12 @@ def save_state(trainer: Trainer, root: Path, extra: Mapping[str, Any], *, keep: 
         raise ValueError(f"save_state: keep {keep} must be at least 1")
     target = root / f"{_PREFIX}{trainer.steps:08d}"
     with _draft(target, trainer.ranks) as draft:
-        save(
-            _tensors(trainer),
-            storage_writer=FileSystemWriter(draft, sync_files=True),
-            no_dist=trainer.ranks.size == 1,
-        )
+        with _alone_quietly(trainer.ranks):
+            save(
+                _tensors(trainer),
+                storage_writer=FileSystemWriter(draft, sync_files=True),
+                no_dist=trainer.ranks.size == 1,
+            )
         if trainer.ranks.rank == 0:
             state = {
                 "steps": trainer.steps,
@@ -90,7 +92,8 @@ def load_state(trainer: Trainer, root: Path) -> dict[str, Any]:
     state = _read(path)
     tensors = _tensors(trainer)
     _check(path, tensors)
-    load(tensors, storage_reader=FileSystemReader(path), no_dist=trainer.ranks.size == 1)
+    with _alone_quietly(trainer.ranks):
+        load(tensors, storage_reader=FileSystemReader(path), no_dist=trainer.ranks.size == 1)
     torch.set_rng_state(tensors["rng"])
     trainer.steps = int(state["steps"])
     trainer.guard_state = msgspec.convert(state["guard"], GuardState)
@@ -137,6 +140,15 @@ def _check(path: Path, tensors: Mapping[str, Tensor]) -> None:
                 f"checkpoint {path} {problem} {min(names)} ({len(names)} such); it was saved by "
                 "another model, optimizer or set of trained parameters; start the stage afresh"
             )
+
+
+@contextmanager
+def _alone_quietly(ranks: Ranks) -> Iterator[None]:
+    """torch warns that a single process is alone; that is known."""
+    with warnings.catch_warnings():
+        if ranks.size == 1:
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        yield
 
 
 @contextmanager
