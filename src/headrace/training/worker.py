@@ -26,9 +26,12 @@ from headrace.training.batch import Sample
 from headrace.training.checkpointing import load_state, read_extra, save_state
 from headrace.training.forward import LossConfig
 from headrace.training.guards import GuardConfig
+from headrace.training.meters import StepMeter
 from headrace.training.parallel import Ranks, joined
 from headrace.training.streams import BatchStream, SampleStream, TextStream
 from headrace.training.trainer import NonFiniteLossError, OptimizerConfig, RlConfig, Trainer
+
+Trainable = Literal["all", "indexer", "all_but_indexer"]
 
 _WORK = ("supervised", "rl", "save", "checkpoint")
 """Methods whose time counts as training; loading a model or receiving data does not."""
@@ -44,6 +47,8 @@ class TrainerWorker:
         self.rl = RlConfig(0.2, 0.28)
         self.data: list[Sample] = []
         self.stream: BatchStream | None = None
+        self.meter: StepMeter | None = None
+        self.trainable: Trainable = "all"
         self.checkpoint = Path()
         self.ranks = Ranks()
         self.busy_s = 0.0
@@ -120,7 +125,7 @@ class TrainerWorker:
         optimizer: dict[str, Any],
         rl: dict[str, Any] | None = None,
         losses: dict[str, Any] | None = None,
-        trainable: Literal["all", "indexer", "all_but_indexer"] = "all",
+        trainable: Trainable = "all",
         guard: dict[str, Any] | None = None,
         indexer: dict[str, Any] | None = None,
         seed: int = 0,
@@ -136,12 +141,14 @@ class TrainerWorker:
         model = load_checkpoint(self.checkpoint)
         if indexer is not None and model.config.indexer is None:
             model = extend_with_indexer(model, _indexer(indexer, model.config.num_layers), seed)
-        has_indexer = model.config.indexer is not None
+        if trainable == "all_but_indexer" and model.config.indexer is None:
+            trainable = "all"
+        self.trainable = trainable
         self.trainer = Trainer(
             model,
             OptimizerConfig(**optimizer),
             losses=_losses(model.config, losses or {}),
-            trainable="all" if trainable == "all_but_indexer" and not has_indexer else trainable,
+            trainable=trainable,
             guard=None if guard is None else GuardConfig(**guard),
             ranks=self.ranks,
         )
@@ -210,14 +217,29 @@ class TrainerWorker:
                 )
             )
         self._trainer.reset_guard()
+        self.meter = self._new_meter()
+
+    def _new_meter(self) -> StepMeter:
+        trainer = self._trainer
+        mtp = trainer.model.config.mtp
+        return StepMeter(
+            trainer.model.config,
+            mtp_steps=mtp.depth if mtp is not None and trainer.losses.mtp_weight > 0 else 0,
+            trainable=self.trainable,
+            bfloat16=trainer.config.bfloat16,
+            ranks=self.ranks.size,
+        )
 
     def _do_supervised(self, learning_rates: list[float]) -> dict[str, float]:
         """One step per learning rate; returns mean metrics, rates of work and memory."""
+        meter = self.meter
+        assert meter is not None  # the phase brought it
         started = time.perf_counter()
         rows = []
         for rate in learning_rates:
             batch = self._stream.next_batch()
             rows.append(self._trainer.supervised_step(batch, rate))
+            meter.add(len(sample) for sample in batch)
         seconds = time.perf_counter() - started
         metrics = {name: sum(row[name] for row in rows) / len(rows) for name in rows[-1]}
         return {
@@ -225,7 +247,7 @@ class TrainerWorker:
             "tokens": sum(row["tokens"] for row in rows),
             "skipped": sum(row["skipped"] for row in rows),
             "skipped_total": float(self._trainer.guard_state.skipped),
-            "tokens_per_s": sum(row["tokens"] for row in rows) / seconds,
+            **meter.read(seconds),
             "learning_rate": learning_rates[-1],
             "step": float(self._trainer.steps),
         }
