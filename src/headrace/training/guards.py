@@ -15,8 +15,11 @@ from headrace.errors import UserError
 
 _MAD_TO_DEVIATION = 1.4826
 """Median absolute deviation to standard deviation, for a normal distribution."""
-_SMALLEST_DEVIATION = 0.01
-"""As a share of the median: a loss that hardly moves must not make every wiggle a spike."""
+_SMALLEST_SHARE = 0.01
+"""Least deviation as a share of the median: a loss that hardly moves must not make every wiggle a
+spike."""
+_SMALLEST_DEVIATION = 1e-4
+"""The same for losses near zero."""
 
 
 class GuardConfig(NamedTuple):
@@ -105,7 +108,7 @@ def _problem(config: GuardConfig, state: GuardState, loss: float, gradient_norm:
         return ""
     median = statistics.median(state.losses)
     spread = statistics.median(abs(x - median) for x in state.losses)
-    deviation = max(_MAD_TO_DEVIATION * spread, _SMALLEST_DEVIATION * abs(median))
+    deviation = max(_MAD_TO_DEVIATION * spread, _SMALLEST_SHARE * abs(median), _SMALLEST_DEVIATION)
     if loss <= median + config.deviations * deviation:
         return ""
     return (
