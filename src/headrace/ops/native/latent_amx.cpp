@@ -105,6 +105,11 @@ HR_AMX void pack_right(const Bf16* x, int64_t H, int64_t n, char* out) {
     }
 }
 
+HR_AMX HR_INLINE void prefetch(const void* from, int64_t bytes) {
+  const char* line = static_cast<const char*>(from);
+  for (int64_t b = 0; b < bytes; b += 64) _mm_prefetch(line + b, _MM_HINT_T0);
+}
+
 // Gathers `n` rows, zero-filled to a multiple of 32: whole rows into `keys`, and the first
 // `pair_columns` columns of each two rows side by side into `pairs`. Inside each 32 columns the
 // pairs come in the order of unpack instructions; `ordered` undoes it on results.
@@ -113,14 +118,8 @@ HR_AMX HR_INLINE void gather(const Bf16* kv, const int32_t* rows, int64_t n, int
                              int64_t pair_row) {
   const int64_t padded = round_up(n, 32);
   for (int64_t j = 0; j < padded; j += 2) {
-    if (j + 16 < n) {
-      const char* ahead = reinterpret_cast<const char*>(kv + rows[j + 16] * C);
-      for (int64_t b = 0; b < C * 2; b += 64) _mm_prefetch(ahead + b, _MM_HINT_T0);
-    }
-    if (j + 17 < n) {
-      const char* ahead = reinterpret_cast<const char*>(kv + rows[j + 17] * C);
-      for (int64_t b = 0; b < C * 2; b += 64) _mm_prefetch(ahead + b, _MM_HINT_T0);
-    }
+    if (j + 16 < n) prefetch(kv + rows[j + 16] * C, C * 2);
+    if (j + 17 < n) prefetch(kv + rows[j + 17] * C, C * 2);
     const Bf16* first = j < n ? kv + rows[j] * C : nullptr;
     const Bf16* second = j + 1 < n ? kv + rows[j + 1] * C : nullptr;
     char* key = keys + j * key_row;
@@ -324,6 +323,7 @@ HR_AMX void latent_backward_row(const Latent& a, int64_t row, const Picks& picks
       const __m512 delta = _mm512_load_ps(s.delta + 16 * tile);
       char* both = s.both + tile * 64;
       for (int64_t j = 0; j < n; j++) {
+        if (tile == 0) prefetch(sums.row(picks.rows[begin + j]), C * 4);
         const __m512 p =
             exponential(_mm512_fmsub_ps(_mm512_load_ps(s.scores + j * 16), scale, lse));
         const __m512 ds = _mm512_mul_ps(
@@ -341,10 +341,6 @@ HR_AMX void latent_backward_row(const Latent& a, int64_t row, const Picks& picks
                 s.dq + tile * 16 * s.sum_row, s.sum_row * 4, padded / 32, z.Cp, begin != 0);
     }
     for (int64_t j = 0; j < n; j += 16) {
-      for (int64_t i = j; i < n && i < j + 16; i++) {
-        const char* ahead = reinterpret_cast<const char*>(sums.row(picks.rows[begin + i]));
-        for (int64_t b = 0; b < C * 4; b += 64) _mm_prefetch(ahead + b, _MM_HINT_T0);
-      }
       tiles_row(s.both + j * s.both_row, s.both_row, 64, s.stacked, s.stack_row,
                 16 * s.stack_row, s.dk, s.sum_row * 4, z.tiles, z.Cp, false);
       for (int64_t i = j; i < n && i < j + 16; i++) {

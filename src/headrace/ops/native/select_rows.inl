@@ -89,17 +89,43 @@ HR_FN static int64_t collect(const float* scores, int64_t n, float bar, float* v
   return found;
 }
 
+static constexpr int64_t kBins = 2048;
 static constexpr int64_t kSamples = 1024;
 
+// The k-th largest of n numbers: a histogram finds the few that may be it. `few` has room for n.
+HR_FN static uint32_t kth_largest(const uint32_t* ranks, int64_t n, int64_t k, uint32_t* few,
+                                  uint32_t* bins) {
+  uint32_t low = ranks[0], high = ranks[0];
+  for (int64_t i = 0; i < n; i++) {
+    low = ranks[i] < low ? ranks[i] : low;
+    high = ranks[i] > high ? ranks[i] : high;
+  }
+  int shift = 0;
+  while ((high - low) >> shift >= kBins) shift++;
+  memset(bins, 0, kBins * sizeof(uint32_t));
+  for (int64_t i = 0; i < n; i++) bins[(ranks[i] - low) >> shift]++;
+  int64_t bin = (high - low) >> shift, above = 0;
+  while (above + bins[bin] < k) above += bins[bin--];
+  if (shift == 0) return low + static_cast<uint32_t>(bin);
+  int64_t count = 0;
+  for (int64_t i = 0; i < n; i++) {
+    few[count] = ranks[i];
+    count += (ranks[i] - low) >> shift == static_cast<uint32_t>(bin);
+  }
+  std::nth_element(few, few + (k - above - 1), few + count, std::greater<uint32_t>());
+  return few[k - above - 1];
+}
+
 // A bar that about k of the scores reach, from a sample; a little too low rather than too high.
-HR_FN static float sampled_bar(const float* scores, int64_t n, int64_t k, uint32_t* sample) {
-  for (int64_t i = 0; i < kSamples; i++) sample[i] = rank_of(scores[i * n / kSamples]);
+HR_FN static float sampled_bar(const float* scores, int64_t n, int64_t k, uint32_t* sample,
+                               uint32_t* few, uint32_t* bins) {
   const double share = static_cast<double>(k) / static_cast<double>(n);
   const double mean = kSamples * share;
   const int64_t at = static_cast<int64_t>(mean + 4 * std::sqrt(mean * (1 - share)) + 2);
-  if (at >= kSamples) return -INFINITY;
-  std::nth_element(sample, sample + at, sample + kSamples, std::greater<uint32_t>());
-  return score_of(sample[at]);
+  if (at > kSamples) return -INFINITY;
+  const uint64_t step = (static_cast<uint64_t>(n) << 16) / kSamples;
+  for (int64_t i = 0; i < kSamples; i++) sample[i] = rank_of(scores[i * step >> 16]);
+  return score_of(kth_largest(sample, kSamples, at, few, bins));
 }
 
 HR_FN static size_t select_scratch(int64_t n) {
@@ -107,7 +133,8 @@ HR_FN static size_t select_scratch(int64_t n) {
   arena.take<float>(n + 16);
   arena.take<int32_t>(n + 16);
   arena.take<uint32_t>(n + 16);
-  arena.take<uint32_t>(n + 16 + kSamples);
+  arena.take<uint32_t>(n + 16);
+  arena.take<uint32_t>(kBins);
   return arena.at;
 }
 
@@ -122,10 +149,11 @@ HR_FN static void select_row(const float* scores, int64_t n, int64_t k, int32_t 
   float* values = arena.take<float>(n + 16);
   int32_t* places = arena.take<int32_t>(n + 16);
   uint32_t* ranks = arena.take<uint32_t>(n + 16);
-  uint32_t* order = arena.take<uint32_t>(n + 16 + kSamples);
+  uint32_t* few = arena.take<uint32_t>(n + 16);
+  uint32_t* bins = arena.take<uint32_t>(kBins);
   int64_t found = 0;
   if (n >= 2 * kSamples && k < n / 2) {
-    const float bar = sampled_bar(scores, n, k, order);
+    const float bar = sampled_bar(scores, n, k, ranks, few, bins);
     // The comparison drops NaN, so a bar of -inf would not keep all.
     if (bar > -INFINITY) found = collect(scores, n, bar, values, places);
   }
@@ -137,16 +165,15 @@ HR_FN static void select_row(const float* scores, int64_t n, int64_t k, int32_t 
     }
   }
   for (int64_t i = 0; i < found; i++) ranks[i] = rank_of(values[i]);
-  memcpy(order, ranks, found * sizeof(uint32_t));
-  std::nth_element(order, order + (k - 1), order + found, std::greater<uint32_t>());
-  const uint32_t last = order[k - 1];
+  const uint32_t last = kth_largest(ranks, found, k, few, bins);
   int64_t above = 0;
   for (int64_t i = 0; i < found; i++) above += ranks[i] > last;
   int64_t ties = k - above;
   int64_t taken = 0;
   for (int64_t i = 0; taken < k; i++) {
     const bool tie = ranks[i] == last;
-    if (ranks[i] > last || (tie && ties > 0)) out[taken++] = base + places[i];
+    out[taken] = base + places[i];
+    taken += (ranks[i] > last) | (tie & (ties > 0));
     ties -= tie;
   }
 }
