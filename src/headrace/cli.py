@@ -296,15 +296,25 @@ def report(run_dir: RunArgument) -> int:
 
 
 @app.command()
-def doctor() -> int:
+def doctor(
+    ops: Annotated[
+        bool,
+        typer.Option("--ops", help="Check and time every op backend instead (about 10 s)."),
+    ] = False,
+) -> int:
     """Say what this machine can do and how to get what it lacks.
 
-    Exit code 0 when headrace can run here, 1 when something it needs is missing.
+    Exit code 0 when headrace can run here, 1 when something it needs is missing (with --ops: when
+    a backend fails a check).
     """
-    from headrace.doctor import examine, exit_code, render
+    from headrace.doctor import examine, examine_ops, exit_code, render, render_ops
 
-    checks = examine(Path.cwd())
     console = Console()
+    if ops:
+        report, native = examine_ops()
+        console.print(render_ops(report, native))
+        return int(not report.passed)
+    checks = examine(Path.cwd())
     console.print(render(checks))
     return exit_code(checks)
 

@@ -15,10 +15,15 @@ import sys
 from collections.abc import Callable, Mapping
 from enum import StrEnum
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
+from rich.console import Group
 from rich.markup import escape
 from rich.table import Table
+
+if TYPE_CHECKING:
+    from headrace.ops.conformance import Report
 
 _GIB = 2**30
 _MIN_FREE_DISK = 2 * _GIB
@@ -67,6 +72,7 @@ def examine(directory: Path) -> list[Check]:
         check_cores(_usable_cores(), cpu_limit()),
         check_memory(memory_bytes()),
         check_vector_units(_read(Path("/proc/cpuinfo")), platform.machine()),
+        check_compiler(shutil.which),
         check_gpu(),
         *check_sandboxes(_probe_sandboxes),
         check_disk(directory),
@@ -96,6 +102,63 @@ def render(checks: list[Check]) -> Table:
             escape(check.remedy),
         )
     return table
+
+
+def examine_ops() -> tuple["Report", str]:
+    """Run the conformance suite of every op backend on this machine; takes about ten seconds.
+
+    Returns:
+        What was found, and which native code was used, in words.
+    """
+    from headrace.ops.conformance import run_suite
+    from headrace.ops.native import build
+
+    report = run_suite(timings=True)
+    reason = build.unavailable_reason()
+    level = f"instruction level {build.level()}" if reason is None else f"none: {reason}"
+    return report, f"native code: {level}"
+
+
+def render_ops(report: "Report", native: str) -> Group:
+    """The tables a person reads: one line per backend and dtype, then what failed.
+
+    Args:
+        report: of `examine_ops`, as `native` is.
+    """
+    table = Table(title="headrace ops", title_justify="left", box=None, pad_edge=False)
+    for column in ("op", "backend", "dtype"):
+        table.add_column(column, no_wrap=True)
+    for column in ("checks", "error", "ms", "ms f+b"):
+        table.add_column(column, no_wrap=True, justify="right")
+    times = {(t.op, t.backend, t.dtype): t for t in report.timings}
+    kinds = dict.fromkeys((c.op, c.backend, c.dtype) for c in report.checks)
+    for kind in kinds:
+        checks = [c for c in report.checks if (c.op, c.backend, c.dtype) == kind]
+        passed = sum(c.passed for c in checks)
+        # Checks that allow nothing at all say nothing about closeness.
+        worst = max((c.error / c.allowed for c in checks if c.allowed > 0), default=0.0)
+        colour = "green" if passed == len(checks) else "red"
+        timing = times.get(kind)
+        table.add_row(
+            *kind[:2],
+            {"float32": "fp32", "bfloat16": "bf16"}[kind[2]],
+            f"[{colour}]{passed}/{len(checks)}[/]",
+            f"{worst:.2f}",
+            f"{timing.forward:.2f}" if timing else "",
+            f"{timing.backward:.2f}" if timing and timing.backward is not None else "",
+        )
+    lines = [
+        f"[yellow]{escape(f'{op} {name}: unavailable: {reason}')}[/]"
+        for op, name, reason in report.unavailable
+    ]
+    lines += [
+        f"[red]{escape(f'{c.op} {c.backend} {c.dtype}, {c.check}: error {c.error:.3g}, ')}"
+        f"{escape(f'allowed {c.allowed:.3g}. {c.note}')}[/]"
+        for c in report.checks
+        if not c.passed
+    ]
+    legend = "error: worst of what is allowed (1.00); ms: forward, and forward with backward"
+    return Group(table, escape(native), legend, *lines)
 
 
 def check_system(system: str) -> Check:
@@ -243,6 +306,24 @@ def check_vector_units(cpuinfo: str, machine: str) -> Check:
             "vector units", Status.OK, ", ".join(found), 'dtype = "bfloat16" is fast on this CPU'
         )
     return Check("vector units", Status.OK, ", ".join(found))
+
+
+def check_compiler(which: Callable[[str], str | None]) -> Check:
+    """Whether the fast attention ops can be compiled; without them plain torch takes over.
+
+    Args:
+        which: finds a program's path, e.g. shutil.which.
+    """
+    names = (os.environ.get("CXX") or "c++", "g++")
+    found = next((path for name in names if (path := which(name))), None)
+    if found is None:
+        return Check(
+            "C++ compiler",
+            Status.WARN,
+            "none found; sparse attention runs in plain torch, many times slower",
+            "apt-get install g++ (or point CXX at a compiler)",
+        )
+    return Check("C++ compiler", Status.OK, found)
 
 
 def check_gpu() -> Check:
