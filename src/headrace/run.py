@@ -9,7 +9,9 @@ import asyncio
 import contextlib
 import json
 import os
+import shutil
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +24,23 @@ from headrace.observe.metrics import MetricsWriter
 from headrace.observe.report import write_report
 from headrace.observe.statistics import wilson
 from headrace.observe.summary import write_summary
-from headrace.recipe import AgenticRlStage, EvaluationTable, LanguageStage, Recipe, SftStage, Stage
+from headrace.recipe import (
+    AgenticRlStage,
+    EvaluationTable,
+    LanguageStage,
+    MeasureTable,
+    Recipe,
+    SftStage,
+    Stage,
+)
 from headrace.rollout.audit import audit
 from headrace.rollout.evaluation import STAGE as EVALUATION_STAGE
 from headrace.rollout.evaluation import evaluate
 from headrace.rollout.ledger import Ledger
 from headrace.rollout.records import Evaluation
 from headrace.stages import StageContext, run_stage
-from headrace.stages.context import next_version
+from headrace.stages.checks import check_recipe
+from headrace.stages.context import next_version, training_folder
 from headrace.stages.measuring import measure_model
 from headrace.stages.new_model import start_checkpoint
 from headrace.system import System, open_system, open_tasks, placement
@@ -63,16 +74,21 @@ def plan(recipe: Recipe) -> list[str]:
         _check_model_path(str(model.path))
     for name in task_names(recipe) | set(recipe.tasks):
         create_task(name, recipe.tasks.get(name, {}), None)
+    check_recipe(recipe)
     lines = [
         f"recipe {recipe.name}, seed {recipe.seed}",
         f"model: {source}, renderer {recipe.model.renderer}",
         f"engine on cores {_list(cores.engine)}, trainer on cores {_list(cores.trainer)}",
     ]
+    if recipe.cluster.trainer_ranks > 1:
+        lines.append(f"language stages train with {recipe.cluster.trainer_ranks} ranks")
     if recipe.evaluation is not None:
         lines.append(
             f"evaluation: {recipe.evaluation.instances} held-out {recipe.evaluation.task} "
             f"instances, temperature {recipe.evaluation.temperature:g}"
         )
+    if recipe.measure is not None:
+        lines.append(f"measured: {', '.join(_measurements(recipe.measure)) or 'nothing'}")
     for stage in recipe.stages:
         budget = " or ".join(_budget(stage))
         if isinstance(stage, SftStage):
@@ -178,14 +194,15 @@ class _Run:
 
     async def _stages(self) -> None:
         recipe = self.recipe
-        start = await start_checkpoint(
-            recipe,
-            self.dir,
-            self.dir / "checkpoints" / START,
-            cluster=self.cluster,
-            tasks=self.tasks,
-            message=self.view.message,
-        )
+        with self._explained("new model: the process that makes it"):
+            start = await start_checkpoint(
+                recipe,
+                self.dir,
+                self.dir / "checkpoints" / START,
+                cluster=self.cluster,
+                tasks=self.tasks,
+                message=self.view.message,
+            )
         checkpoints = {START: start}
         async with contextlib.AsyncExitStack() as stack:
             system = None
@@ -212,6 +229,8 @@ class _Run:
                 target = self.dir / "checkpoints" / stage.name
                 if stage.name not in finished:
                     await self._stage(system, stage, source, target)
+                # Here, and for stages finished before: the last process may have died before this.
+                shutil.rmtree(training_folder(self.dir, stage), ignore_errors=True)
                 checkpoints[stage.name] = target
                 previous = stage.name
                 if stage.evaluate and not isinstance(stage, LanguageStage):
@@ -222,38 +241,45 @@ class _Run:
     async def _stage(self, system: System | None, stage: Stage, source: Path, target: Path) -> None:
         self.ledger.stage_started(stage.name)
         total, unit = stage.seconds, "s"
-        if total is None and isinstance(stage, AgenticRlStage):
-            total, unit = stage.updates, "updates"
-        elif total is None:
-            total, unit = stage.steps, "steps"
+        if total is None:
+            if isinstance(stage, AgenticRlStage):
+                total, unit = stage.updates, "updates"
+            else:
+                total, unit = stage.steps, "steps"
         self.view.stage_started(stage.name, stage.kind, total, unit)
         started = time.monotonic()
         before = float(self.ledger.get_state(f"seconds:{stage.name}", 0.0))
-        try:
-            context = StageContext(
-                recipe=self.recipe,
-                run_dir=self.dir,
-                ledger=self.ledger,
-                cluster=self.cluster,
-                cores=placement(self.recipe),
-                system=system,
-                tasks=self.tasks,
-                log=self._log,
-                progress=self.view.progress,
-                message=self.view.message,
-            )
+        context = StageContext(
+            recipe=self.recipe,
+            run_dir=self.dir,
+            ledger=self.ledger,
+            cluster=self.cluster,
+            cores=placement(self.recipe),
+            system=system,
+            tasks=self.tasks,
+            log=self._log,
+            progress=self.view.progress,
+            message=self.view.message,
+        )
+        with self._explained(f"stage {stage.name}: the trainer"):
             result = await run_stage(context, stage, source, target)
-        except WorkerFailure as failure:
-            raise UserError(f"stage {stage.name}: the trainer stopped: {failure.message}") from None
-        except WorkerDied as died:
-            raise UserError(
-                f"stage {stage.name}: {died}; see {self.dir / 'logs'}, then continue with "
-                f"--resume {self.dir}"
-            ) from died
         seconds = before + time.monotonic() - started
         self.ledger.stage_finished(stage.name, seconds, {"checkpoint": str(target), **result})
         self.view.stage_finished()
         self._summarise("running")
+
+    @contextlib.contextmanager
+    def _explained(self, who: str) -> Iterator[None]:
+        """What ends a process, or its patience, in words; `who` is what was asked."""
+        remedy = f"see {self.dir / 'logs'}, then continue with --resume {self.dir}"
+        try:
+            yield
+        except WorkerFailure as failure:
+            raise UserError(f"{who} stopped: {failure.message}") from None
+        except WorkerDied as died:
+            raise UserError(f"{who} died ({died}); {remedy}") from died
+        except TimeoutError as error:
+            raise UserError(f"{who} did not answer in time; {remedy}") from error
 
     # -- measuring --------------------------------------------------------------------------
 
@@ -262,14 +288,15 @@ class _Run:
         if self.recipe.measure is None or any(m["after"] == label for m in self.measured):
             return
         self.view.stage_started(f"measure {label}", "evaluation", None, "examples")
-        found = await measure_model(
-            self.cluster,
-            self.recipe,
-            checkpoint,
-            self.dir,
-            chat=chat,
-            progress=self.view.progress,
-        )
+        with self._explained(f"measure {label}: the process"):
+            found = await measure_model(
+                self.cluster,
+                self.recipe,
+                checkpoint,
+                self.dir,
+                chat=chat,
+                progress=self.view.progress,
+            )
         records = [{"after": label, **record} for record in found]
         self.measured = [*self.measured, *records]
         self.ledger.put_state(_MEASURED, self.measured)
@@ -398,6 +425,18 @@ def _budget(stage: Stage) -> list[str]:
         parts.append(f"{count} {unit}")
     if stage.seconds is not None:
         parts.append(f"{stage.seconds:g} s")
+    return parts
+
+
+def _measurements(table: MeasureTable) -> list[str]:
+    parts = []
+    if table.text_bytes:
+        parts.append(f"bits per byte of {table.text_bytes:,} bytes")
+    if table.retrieval_lengths:
+        lengths = ", ".join(map(str, table.retrieval_lengths))
+        parts.append(f"retrieval at {lengths} tokens")
+    if table.format_examples:
+        parts.append(f"chat format of {table.format_examples} turns")
     return parts
 
 

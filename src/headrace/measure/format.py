@@ -59,12 +59,14 @@ def chat_format(
         ),
     )
     completions: list[tuple[int, ...]] = [()] * len(examples)
-    for index, example in enumerate(examples):
-        if len(example.prompt_ids) < max_context:
-            sampling = SamplingParams(max_tokens, 0.0, stop_ids=tuple(renderer.stop_ids))
-            prompt = tuple(example.prompt_ids)
-            core.add(GenerationRequest(str(index), prompt, sampling, timeout_s=_TIMEOUT_S))
     finished = 0
+    for index, example in enumerate(examples):
+        if len(example.prompt_ids) >= max_context:
+            finished += 1
+            continue
+        sampling = SamplingParams(max_tokens, 0.0, stop_ids=tuple(renderer.stop_ids))
+        prompt = tuple(example.prompt_ids)
+        core.add(GenerationRequest(str(index), prompt, sampling, timeout_s=_TIMEOUT_S))
     while core.has_work:
         for result in core.step():
             finished += 1

@@ -1,8 +1,9 @@
 """Bits per byte of held-out text: what a tokenizer cannot flatter.
 
-Every document is read in windows of a fixed context; each token but a window's first is predicted
-from what stands before it in the window. The bits of all predicted tokens are divided by the bytes
-they spell, so models with different tokenizers compare.
+Every document is read in windows of a fixed context; each token is predicted from what stands
+before it in its window. The bits of all predicted tokens are divided by the bytes they spell, so
+models with different tokenizers compare. Bytes are counted in the text itself: a window may end
+inside a character, and half a character cannot be decoded.
 """
 
 import math
@@ -12,6 +13,7 @@ from typing import NamedTuple, Protocol
 import torch
 
 from headrace.data.documents import Document
+from headrace.errors import UserError
 from headrace.model.causal import CausalAttend
 from headrace.model.decoder import Decoder
 from headrace.ops import Layout, linear_cross_entropy
@@ -51,35 +53,35 @@ def bits_per_byte(
     max_bytes: int,
     prefix: Sequence[int] = (),
 ) -> TextScore:
-    """Score about `max_bytes` bytes of text.
+    """Score up to `max_bytes` bytes of text.
 
     Args:
         documents: held-out text.
         context: tokens of a window, the prefix included.
-        prefix: ids every window starts with, as documents did in training.
+        prefix: ids every window starts with, as documents did in training. Without any, a window
+            starts with the token before it, and a document's first token is not predicted.
 
     Raises:
-        ValueError: nothing to predict.
+        UserError: the context has no room, or there is nothing to predict.
     """
-    step = context - len(prefix)
+    if context < len(prefix) + 2:
+        raise UserError(
+            f"bits per byte: a context of {context} tokens has no room for text; "
+            f"make it at least {len(prefix) + 2}"
+        )
     windows: list[list[int]] = []
     text_bytes = 0
     for document in documents:
-        ids = tokenizer.encode_text(document.text)
-        for start in range(0, len(ids), step):
-            piece = ids[start : start + step]
-            # Without a prefix nothing predicts a window's first token, so its bytes do not count.
-            predicted = piece if prefix else piece[1:]
-            if not predicted:
-                continue
-            windows.append([*prefix, *piece])
-            text_bytes += len(tokenizer.decode(predicted).encode("utf-8", "replace"))
-            if text_bytes >= max_bytes:
-                break
         if text_bytes >= max_bytes:
             break
+        found, count = _windows(tokenizer, document.text, context, max_bytes - text_bytes, prefix)
+        windows += found
+        text_bytes += count
     if not windows:
-        raise ValueError("bits_per_byte: the text holds no token to predict")
+        raise UserError(
+            "bits per byte: the held-out text holds no token to predict; "
+            "raise held_out of its [data] table or give more text"
+        )
     nats, tokens = 0.0, 0
     skipped = max(len(prefix), 1)
     for batch in _batches(windows):
@@ -97,6 +99,33 @@ def bits_per_byte(
         nats -= float(logprobs.double().sum())
         tokens += targets.numel()
     return TextScore(nats / math.log(2) / text_bytes, tokens, text_bytes, nats / tokens)
+
+
+def _windows(
+    tokenizer: TextEncoder, text: str, context: int, max_bytes: int, prefix: Sequence[int]
+) -> tuple[list[list[int]], int]:
+    """Windows of the text's first `max_bytes` bytes, and how many bytes they predict."""
+    encoded = text.encode("utf-8", "replace")
+    if len(encoded) > max_bytes:
+        encoded = encoded[:max_bytes]
+        text = encoded.decode("utf-8", "ignore")
+        encoded = text.encode("utf-8")
+    ids = tokenizer.encode_text(text)
+    if prefix:
+        step = context - len(prefix)
+        windows = [[*prefix, *ids[start : start + step]] for start in range(0, len(ids), step)]
+        return windows, len(encoded)
+    # What stays unpredicted has to be whole characters, or its bytes could not be told.
+    first = next(
+        (n for n in range(1, len(ids)) if text.startswith(tokenizer.decode(ids[:n]))), len(ids)
+    )
+    if first == len(ids):
+        return [], 0
+    unpredicted = len(tokenizer.decode(ids[:first]).encode("utf-8"))
+    windows = [
+        ids[start : start + context] for start in range(first - 1, len(ids) - 1, context - 1)
+    ]
+    return windows, len(encoded) - unpredicted
 
 
 def _batches(windows: Sequence[list[int]]) -> Iterable[list[list[int]]]:

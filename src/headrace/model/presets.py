@@ -20,7 +20,6 @@ from headrace.model.config import (
     MtpConfig,
     latent_family,
 )
-from headrace.model.decoder import Decoder
 
 PRESETS: dict[str, ModelConfig] = {
     "glm5-tiny": ModelConfig(
@@ -174,6 +173,9 @@ def cache_bytes_per_token(config: ModelConfig, bytes_per_number: int = 2) -> int
 
 
 def _sizes(config: ModelConfig) -> Iterator[tuple[str, int]]:
+    # Shapes are data: checking a recipe that names one needs no torch.
+    from headrace.model.decoder import Decoder
+
     for name, parameter in Decoder(config, device="meta").named_parameters():
         yield name, parameter.numel()
 

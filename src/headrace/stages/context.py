@@ -46,6 +46,14 @@ class StageContext(msgspec.Struct, frozen=True):
     message: Callable[[str], None]
 
 
+def training_folder(run_dir: Path, stage: StageTable) -> Path:
+    """Where a supervised stage keeps what a resumed run goes on from.
+
+    It is needed until the ledger has the stage as finished; whoever records that removes it.
+    """
+    return run_dir / "training" / stage.name
+
+
 def next_version(ledger: Ledger) -> int:
     """A weight version never used in this run, not even by a process that crashed."""
     version = int(ledger.get_state(_VERSION, 0)) + 1

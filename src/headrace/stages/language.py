@@ -5,25 +5,27 @@ differs between them is data: phases, losses, and which parameters train.
 """
 
 import asyncio
-import shutil
 import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from headrace.data.corpora import DEFAULT_GLOBS, CorpusSpec
 from headrace.data.retrieval import RetrievalSpec
-from headrace.data.sources import SourceSpec
+from headrace.data.sources import Framing, SourceSpec
 from headrace.data.stream import StreamSpec
 from headrace.errors import UserError
+from headrace.model.config import ModelConfig
 from headrace.recipe import (
     CorpusTable,
     DsaAdaptStage,
     DsaWarmupStage,
     LanguageStage,
     MidtrainStage,
+    Recipe,
     SftStage,
     SupervisedStage,
 )
@@ -33,11 +35,13 @@ from headrace.stages.context import (
     demonstrations_of,
     optimizer_config,
     save_weights,
+    training_folder,
 )
 from headrace.stages.trainers import open_trainer
 from headrace.tokens.messages import normalise
 from headrace.tokens.renderer import ChatRenderer, create_renderer
 from headrace.tokens.thinking import ThinkingMode
+from headrace.tokens.tokenizer import TextTokenizer, load_tokenizer
 from headrace.training.batch import Sample, supervised_sample
 from headrace.training.supervised import Budget, Phase, Position, send_data, train
 
@@ -46,7 +50,7 @@ async def run_language(
     context: StageContext, stage: LanguageStage, source: Path, target: Path
 ) -> dict[str, Any]:
     """A stage over running text, from checkpoint `source` to `target`; facts for the record."""
-    load: dict[str, Any] = {"losses": _losses(stage), "trainable": "all"}
+    load: dict[str, Any] = {"losses": losses_of(stage), "trainable": "all"}
     if isinstance(stage, DsaWarmupStage):
         load |= {
             "trainable": "indexer",
@@ -58,7 +62,8 @@ async def run_language(
             },
             "seed": context.recipe.seed,
         }
-    return await _run(context, stage, source, target, load, _phases(context, stage), samples=None)
+    phases = phases_of(context.recipe, stage, framing_of(load_tokenizer(source)))
+    return await _run(context, stage, source, target, load, phases, samples=None)
 
 
 async def run_sft(
@@ -67,24 +72,35 @@ async def run_sft(
     """Supervised fine-tuning from checkpoint `source` to `target`; facts for the record."""
     renderer = create_renderer(context.recipe.model.renderer, source)
     started = time.monotonic()
+    longest = min(context.recipe.engine.max_context, ModelConfig.from_file(source).max_positions)
     facts: dict[str, Any] = {}
     task = stage.demonstrated_task
     if task is None:
         context.message("reading conversations")
-        samples, left_out = await asyncio.to_thread(_conversation_samples, context, stage, renderer)
-        facts["too_long"] = left_out
+        samples, too_long = await asyncio.to_thread(
+            _conversation_samples, stage, context.recipe.seed, renderer, longest
+        )
     else:
         context.message(f"making {stage.demonstrations} demonstrations")
         found = await demonstrations_of(
             context.tasks[task], stage.demonstrations, context.recipe.seed, stage.quality
         )
         facts["demonstrations_right"] = sum(d.right for d in found) / len(found)
-        samples = await asyncio.to_thread(
-            _demonstration_samples, found, renderer, stage.prompt_loss
+        samples, too_long = await asyncio.to_thread(
+            _demonstration_samples, found, renderer, stage.prompt_loss, longest
+        )
+    facts["too_long"] = too_long
+    # A batch of samples that train nothing would have no loss to take a step by.
+    trained = [sample for sample in samples if _trains(sample)]
+    if not trained:
+        raise UserError(
+            f"stages.{stage.name}: none of the data trains anything: {too_long} sequences are "
+            f"longer than {longest} tokens (engine.max_context and the model's positions), "
+            f"{len(samples)} have no trained token; raise max_context or give other data"
         )
     facts["data_s"] = time.monotonic() - started
     load = {
-        "losses": _losses(stage),
+        "losses": losses_of(stage),
         "trainable": "all_but_indexer" if stage.freeze_indexer else "all",
     }
     stream = {
@@ -93,7 +109,7 @@ async def run_sft(
         "seed": context.recipe.seed,
     }
     phases = [Phase(1.0, {"stream": stream})]
-    return facts | await _run(context, stage, source, target, load, phases, samples)
+    return facts | await _run(context, stage, source, target, load, phases, trained)
 
 
 async def _run(
@@ -105,7 +121,7 @@ async def _run(
     phases: list[Phase],
     samples: list[Sample] | None,
 ) -> dict[str, Any]:
-    checkpoint = context.run_dir / "training" / stage.name
+    checkpoint = training_folder(context.run_dir, stage)
     cores = context.cores.all[: stage.threads or None]
     ranks = context.recipe.cluster.trainer_ranks
     async with open_trainer(
@@ -148,11 +164,10 @@ async def _run(
             report=report,
         )
         await save_weights(worker, target, tokenizer=source)
-    shutil.rmtree(checkpoint, ignore_errors=True)
     return {"steps": position.step, "parameters": parameters["parameters"]}
 
 
-def _losses(stage: SupervisedStage) -> dict[str, Any]:
+def losses_of(stage: SupervisedStage) -> dict[str, Any]:
     """Keyword arguments of `LossConfig`."""
     losses: dict[str, Any] = {
         "mtp_weight": stage.mtp_weight,
@@ -165,15 +180,17 @@ def _losses(stage: SupervisedStage) -> dict[str, Any]:
     return losses
 
 
-def _phases(context: StageContext, stage: LanguageStage) -> list[Phase]:
+def phases_of(recipe: Recipe, stage: LanguageStage, framing: Framing) -> list[Phase]:
+    """The parts of a stage over text, with requests as `TrainerWorker` takes them."""
     if not isinstance(stage, MidtrainStage):
-        return [Phase(1.0, {"stream": _text_stream(context, stage, stage.sequence, stage.mix, 0)})]
+        stream = _text_stream(recipe, stage, stage.sequence, stage.mix, 0, framing)
+        return [Phase(1.0, {"stream": stream})]
     phases, until = [], 0.0
     for index, step in enumerate(stage.context):
         until += step.share
         mix = step.mix if step.mix is not None else stage.mix
         request: dict[str, Any] = {
-            "stream": _text_stream(context, stage, step.sequence, mix, index),
+            "stream": _text_stream(recipe, stage, step.sequence, mix, index, framing),
             "positions": step.sequence,
             "rope_theta": step.rope_theta,
         }
@@ -182,25 +199,46 @@ def _phases(context: StageContext, stage: LanguageStage) -> list[Phase]:
     return phases
 
 
+def framing_of(tokenizer: TextTokenizer) -> Framing:
+    """The usual framing of documents, as far as a tokenizer has its tokens.
+
+    Raises:
+        UserError: it has no token that ends a document.
+    """
+    usual = Framing()
+    begin = tuple(token for token in usual.begin if tokenizer.token_id(token) is not None)
+    end = tuple(token for token in usual.end if tokenizer.token_id(token) is not None)
+    if not end:
+        eos = tokenizer.eos_token_id
+        end = tuple(token for token, i in tokenizer.special_ids.items() if i == eos)
+    if not end:
+        raise UserError(
+            f"tokenizer {tokenizer.name_or_path!r}: has neither {usual.end[0]} nor an eos_token; "
+            "name one in its tokenizer_config.json, documents have to end with it"
+        )
+    return Framing(begin, end)
+
+
 def _text_stream(
-    context: StageContext,
+    recipe: Recipe,
     stage: LanguageStage,
     sequence: int,
     mix: Mapping[str, float],
     phase: int,
+    framing: Framing,
 ) -> dict[str, Any]:
     """A text stream as the trainer's process takes it."""
-    data = context.recipe.data
+    data = recipe.data
     weights = mix or dict.fromkeys(data, 1.0)
     sources = tuple(source_spec(data[name], weight, sequence) for name, weight in weights.items())
     # Another seed for every stage and phase: going on with the same text must not repeat its order.
-    place = [s.name for s in context.recipe.stages].index(stage.name)
+    place = [s.name for s in recipe.stages].index(stage.name)
     return {
         "kind": "text",
-        "spec": msgspec.to_builtins(StreamSpec(sources)),
+        "spec": msgspec.to_builtins(StreamSpec(sources, framing)),
         "row_tokens": sequence,
         "batch_rows": max(1, stage.batch_tokens // sequence),
-        "seed": context.recipe.seed * 1009 + place * 31 + phase,
+        "seed": recipe.seed * 1009 + place * 31 + phase,
     }
 
 
@@ -235,31 +273,25 @@ def source_spec(table: CorpusTable, weight: float, sequence: int) -> SourceSpec:
 
 
 def _conversation_samples(
-    context: StageContext, stage: SftStage, renderer: ChatRenderer
+    stage: SftStage, seed: int, renderer: ChatRenderer, longest: int
 ) -> tuple[list[Sample], int]:
+    """Samples of at most `longest` tokens, and how many were longer."""
     from headrace.data.assistant import conversations
     from headrace.data.chat import chat_samples, read_conversations
 
-    longest = context.recipe.engine.max_context
     if stage.conversations == "builtin":
-        found = conversations(context.recipe.seed, stage.count)
+        found = conversations(seed, stage.count)
         return chat_samples(renderer, found, max_tokens=longest)
     path = str(stage.conversations)
     rows = read_conversations(path, ThinkingMode(stage.thinking))
-    samples, left_out = chat_samples(renderer, rows, max_tokens=longest, source=path)
-    if not samples:
-        raise UserError(
-            f"stages.{stage.name}.conversations {path!r}: no conversation fits "
-            f"engine.max_context = {longest} tokens; raise it or give other data"
-        )
-    return samples, left_out
+    return chat_samples(renderer, rows, max_tokens=longest, source=path)
 
 
 def _demonstration_samples(
-    demonstrations: list[Any], renderer: ChatRenderer, prompt_loss: float
-) -> list[Sample]:
-    """Demonstrations as weighted token sequences."""
-    samples = []
+    demonstrations: list[Any], renderer: ChatRenderer, prompt_loss: float, longest: int
+) -> tuple[list[Sample], int]:
+    """Demonstrations as weighted token sequences, and how many were longer."""
+    samples, too_long = [], 0
     for demonstration in demonstrations:
         messages = normalise(
             [
@@ -268,5 +300,13 @@ def _demonstration_samples(
             ]
         )
         ids, mask = renderer.render_training(messages, demonstration.tools)
+        if len(ids) > longest:
+            too_long += 1
+            continue
         samples.append(supervised_sample(ids, [1.0 if m else prompt_loss for m in mask]))
-    return samples
+    return samples, too_long
+
+
+def _trains(sample: Sample) -> bool:
+    """Whether any token is trained; the first one cannot be."""
+    return bool((np.frombuffer(sample.weights, "<f4")[1:] > 0).any())

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from headrace.cluster.local import available_cores
-from headrace.cluster.types import Cluster
+from headrace.cluster.types import Cluster, WorkerFailure
 from headrace.data.corpora import open_corpus, sample_texts
 from headrace.errors import UserError
 from headrace.recipe import ModelTable, Recipe, SftStage
@@ -70,20 +70,27 @@ async def create_checkpoint(
     seed: int,
     run_dir: Path,
 ) -> int:
-    """Write a checkpoint with random weights, in a process of its own; returns its parameters."""
+    """Write a checkpoint with random weights, in a process of its own; returns its parameters.
+
+    Raises:
+        UserError: there is no such model, or it cannot be written.
+    """
     cores = available_cores()
     async with open_trainer(cluster, "initialiser", cores, run_dir) as worker:
-        return await worker.request(
-            "create",
-            {
-                "shape": shape_of(model),
-                "vocab_size": tokenizer.vocab_size,
-                "seed": seed,
-                "path": str(target),
-                "tokenizer": str(tokenizer_dir),
-            },
-            timeout_s=_CREATE_TIMEOUT_S,
-        )
+        try:
+            return await worker.request(
+                "create",
+                {
+                    "shape": shape_of(model),
+                    "vocab_size": tokenizer.vocab_size,
+                    "seed": seed,
+                    "path": str(target),
+                    "tokenizer": str(tokenizer_dir),
+                },
+                timeout_s=_CREATE_TIMEOUT_S,
+            )
+        except WorkerFailure as failure:
+            raise UserError(f"new model: {failure.message}") from None
 
 
 def shape_of(model: ModelTable) -> dict[str, Any]:

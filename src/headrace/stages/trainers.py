@@ -24,13 +24,21 @@ class TrainerGroup:
     ) -> Any:
         """Ask all ranks and wait for all of them.
 
+        Ranks wait for each other, so the others may never answer once one has failed: its failure
+        is raised at once, and the group is of no use any more.
+
         Raises:
             WorkerDied, WorkerFailure, TimeoutError: of the first rank that failed.
         """
-        answers = await asyncio.gather(
-            *(rank.request(method, payload, timeout_s=timeout_s) for rank in self._ranks)
-        )
-        return answers[0]
+        try:
+            async with asyncio.TaskGroup() as group:
+                answers = [
+                    group.create_task(rank.request(method, payload, timeout_s=timeout_s))
+                    for rank in self._ranks
+                ]
+        except BaseExceptionGroup as failures:
+            raise failures.exceptions[0] from None
+        return answers[0].result()
 
 
 @contextlib.asynccontextmanager
