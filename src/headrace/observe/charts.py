@@ -4,8 +4,9 @@ Colours are CSS classes (`s0`, `s1` ... for series), so the page decides what th
 light and dark. Pure functions from numbers to markup.
 """
 
+import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from html import escape
 
 import msgspec
@@ -13,6 +14,10 @@ import msgspec
 from headrace.observe.units import short
 
 _LEFT, _RIGHT, _TOP, _BOTTOM = 52, 14, 14, 40
+_LETTER = 6.2
+"""About the width of a letter of a tick, in pixels at scale 1."""
+_AIR = 0.35
+"""Room beside the first and the last of named x values, in units of their distance."""
 _MAX_POINTS = 600
 """Points drawn per line; longer series are averaged in buckets, far below pixel resolution."""
 
@@ -27,13 +32,17 @@ class Line(msgspec.Struct, frozen=True):
 
 
 class Dot(msgspec.Struct, frozen=True):
-    """One measurement with its interval: y in [low, high] at x, labelled."""
+    """One measurement with its interval: y in [low, high] at x, labelled.
+
+    `colour` is a series' colour class number; None stands out from every series.
+    """
 
     x: float
     y: float
     low: float
     high: float
     label: str
+    colour: int | None = None
 
 
 class Band(msgspec.Struct, frozen=True):
@@ -68,6 +77,7 @@ def line_chart(
     dots: Sequence[Dot] = (),
     dots_label: str = "",
     bands: Sequence[Band] = (),
+    x_names: Sequence[str] = (),
     y_format: Callable[[float], str] = short,
     width: int = 460,
     height: int = 240,
@@ -75,15 +85,16 @@ def line_chart(
     """Curves and interval dots over a common x axis.
 
     Args:
-        lines: curves; those without points are left out.
+        lines: curves; those without points are left out. Equal labels are one legend entry.
         title: read by screen readers and shown above the chart.
         x_label: axis label with unit.
         y_label: axis label with unit.
         y_range: fixed y axis, else from the data.
         zero: whether a y axis from the data starts at 0 when nothing is below.
         dots: measurements with intervals.
-        dots_label: their name in the legend.
+        dots_label: their name in the legend; "" for none.
         bands: shaded stretches behind the data.
+        x_names: names of x = 0, 1, 2 ... where x is a choice and no quantity.
         y_format: writes y ticks.
         width: of the view box, in pixels at scale 1.
         height: of the view box.
@@ -95,10 +106,19 @@ def line_chart(
     if not ys:
         return _figure(title, '<p class="empty">No data.</p>', "")
     x_low, x_high = _widen(min(xs), max(xs), air=0.0)
-    y_low, y_high = y_range or _widen(min([*ys, 0.0] if zero else ys), max(ys), air=0.04)
+    if x_names:
+        x_low, x_high = -_AIR, len(x_names) - 1 + _AIR
+    # Names of bands stand at the top, where no curve should run through them.
+    air = 0.14 if bands else 0.04
+    y_low, y_high = y_range or _widen(min([*ys, 0.0] if zero else ys), max(ys), air=air)
+    if y_range is None and not zero:
+        # A curve that lies on the axis looks as if it had reached a bound.
+        below = y_low - (y_high - y_low) * 0.04
+        y_low = below if below > 0 or y_low <= 0 else 0.0
     plot = _Plot(width, height, (x_low, x_high), (y_low, y_high))
     parts = [_band(plot, band, i) for i, band in enumerate(bands)]
-    parts.append(plot.axes(x_label, y_label, y_format))
+    named = {float(i): name for i, name in enumerate(x_names)} or None
+    parts.append(plot.axes(x_label, y_label, y_format, named))
     for series in drawn:
         path = " ".join(f"{plot.x(x):.1f},{plot.y(y):.1f}" for x, y in series.points)
         weight = " faint" if series.faint else ""
@@ -112,7 +132,8 @@ def line_chart(
             parts.append(f'<polyline class="line s{series.colour}{weight}" points="{path}"/>')
     parts += [_dot(plot, dot) for dot in dots]
     legend = [(s.label, f"s{s.colour}{' faint' if s.faint else ''}", "line") for s in drawn]
-    if dots:
+    legend = list(dict.fromkeys(legend))
+    if dots and dots_label:
         legend.append((dots_label, "mark", "dot"))
     # One curve alone is named by the title.
     return _figure(title, plot.svg(title, parts), _legend(legend) if len(legend) > 1 else "")
@@ -139,7 +160,7 @@ def bar_chart(
         return _figure(title, '<p class="empty">No data.</p>', "")
     top = max(v for _, v in bars)
     plot = _Plot(width, height, (0.0, float(len(bars))), (0.0, top * 1.08))
-    parts = [plot.axes(x_label, y_label, y_format, x_ticks=False)]
+    parts = [plot.axes(x_label, y_label, y_format, {})]
     gap = 0.14
     every = math.ceil(len(bars) / 16)
     for i, (label, value) in enumerate(bars):
@@ -243,8 +264,11 @@ class _Plot:
         x_label: str,
         y_label: str,
         y_format: Callable[[float], str],
-        x_ticks: bool = True,
+        x_names: Mapping[float, str] | None = None,
     ) -> str:
+        """Grid, ticks and labels; `x_names` replaces the x ticks."""
+        if x_names is None:
+            x_names = {v: short(v) for v in ticks(*self._x_range, about=self.width // 90)}
         parts: list[str] = []
         for value in ticks(*self._y_range, about=5):
             y = self.y(value)
@@ -257,10 +281,11 @@ class _Plot:
             f'<line class="axis" x1="{self.left}" x2="{self.right}" y1="{self.bottom}" '
             f'y2="{self.bottom}"/>'
         )
-        for value in ticks(*self._x_range, about=self.width // 90) if x_ticks else ():
+        rows = self._name_rows(x_names)
+        for i, (value, name) in enumerate(x_names.items()):
             parts.append(
                 f'<text class="tick" text-anchor="middle" x="{self.x(value):.1f}" '
-                f'y="{self.bottom + 15:.1f}">{escape(short(value))}</text>'
+                f'y="{self.bottom + 15 + 12 * (i % rows):.1f}">{escape(name)}</text>'
             )
         middle = (self.top + self.bottom) / 2
         parts.append(
@@ -270,6 +295,12 @@ class _Plot:
             f'rotate(-90)">{escape(y_label)}</text>'
         )
         return "".join(parts)
+
+    def _name_rows(self, names: Mapping[float, str]) -> int:
+        """Rows that names below the axis need to leave each other room."""
+        placed = [(self.x(value), _LETTER * len(name) / 2) for value, name in names.items()]
+        pairs = itertools.pairwise(placed)
+        return 2 if any(x + half > y - other for (x, half), (y, other) in pairs) else 1
 
     def svg(self, title: str, parts: Sequence[str]) -> str:
         return (
@@ -294,8 +325,9 @@ def _band(plot: _Plot, band: Band, index: int) -> str:
 
 def _dot(plot: _Plot, dot: Dot) -> str:
     x = plot.x(dot.x)
+    colour = "" if dot.colour is None else f" s{dot.colour}"
     return (
-        f'<g class="mark"><title>{escape(dot.label)}</title>'
+        f'<g class="mark{colour}"><title>{escape(dot.label)}</title>'
         f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{plot.y(dot.low):.1f}" y2="{plot.y(dot.high):.1f}"/>'
         f'<circle cx="{x:.1f}" cy="{plot.y(dot.y):.1f}" r="4.5"/></g>'
     )

@@ -18,10 +18,23 @@ from rich.table import Table
 from rich.text import Text
 
 from headrace.observe.braille import bar, curve
-from headrace.observe.units import count, duration, interval, label_of, percent, short
+from headrace.observe.measurements import Measure, Measurement, measurement_of
+from headrace.observe.units import (
+    after_words,
+    count,
+    duration,
+    interval,
+    label_of,
+    loss_name,
+    percent,
+    short,
+    supervised_numbers,
+)
 
 _HISTORY = 4096
 """Rows kept for the curve; older ones are thinned, so memory stays bounded on long runs."""
+_MEASURED_STAGES = 3
+"""Stages whose measurements the view shows, the newest."""
 
 
 class _Stage:
@@ -37,6 +50,7 @@ class _Stage:
         self.wall_s: float | None = None
         self.earlier = False
         self.step = 0
+        self.skipped = 0.0
         self.latest: dict[str, float] = {}
         self.curve: list[float] = []
 
@@ -79,6 +93,7 @@ class LiveView:
         self._last_line = -float("inf")
         self._current: _Stage | None = None
         self._evaluations: list[Mapping[str, Any]] = []
+        self._measured: dict[str, list[Measurement]] = {}
         self._messages: deque[str] = deque(maxlen=2)
         self._lock = threading.Lock()
         self._live: Live | None = None
@@ -108,7 +123,7 @@ class LiveView:
 
         Args:
             name: stage name.
-            kind: "sft", "agentic_rl" or "evaluation"; decides which curve is drawn.
+            kind: as in the recipe, or "evaluation"; decides which curve is drawn.
             total: its budget in `unit`, if known.
             unit: "s" for seconds, else what is counted, e.g. "updates".
         """
@@ -149,6 +164,7 @@ class LiveView:
             if target is None:
                 return
             target.step = step
+            target.skipped += metrics.get("skipped", 0.0)
             target.latest.update(metrics)
             value = metrics.get("reward_mean" if target.kind == "agentic_rl" else "loss")
             if value is not None:
@@ -163,6 +179,16 @@ class LiveView:
             self._evaluations.append(record)
         if not self._fancy:
             self._line(f"evaluation {_evaluation_words(record)}")
+
+    def measurement(self, record: Mapping[str, Any]) -> None:
+        """A finished measurement (the record that summary.json keeps)."""
+        one = measurement_of(record)
+        with self._lock:
+            self._measured.setdefault(one.after, []).append(one)
+        if not self._fancy:
+            sure = "" if one.bounds is None else f"{interval(*one.bounds)}, "
+            words = f"{one.task} {after_words(one.after)}: {one.words}"
+            self._line(f"{words} ({sure}n={count(one.n)})")
 
     def message(self, text: str) -> None:
         """A line worth reading: restarts, warnings, where the report is."""
@@ -232,6 +258,8 @@ class LiveView:
                 parts += [Text(), _chart(shown, inner)]
             if shown is not None and shown.latest:
                 parts += [Text(), _numbers(shown, inner)]
+            if self._measured:
+                parts += [Text(), _measured_table(self._measured)]
             if self._evaluations:
                 parts += [Text(), *(_evaluation_line(e) for e in self._evaluations[-5:])]
             parts += [Text(m, style="dim", overflow="fold") for m in self._messages]
@@ -315,6 +343,25 @@ def _evaluation_line(record: Mapping[str, Any]) -> Text:
     return line
 
 
+def _measured_table(measured: Mapping[str, Sequence[Measurement]]) -> Table:
+    """The newest stages' measurements, a line for each: few words, since there may be many."""
+    table = Table.grid(padding=(0, 1))
+    table.add_column(no_wrap=True, style="dim")
+    table.add_column(overflow="fold")
+    for stage, found in list(measured.items())[-_MEASURED_STAGES:]:
+        line = Text()
+        length = 0
+        for one in found:
+            line.append(" · " if line else "")
+            if one.kind is Measure.RETRIEVAL and one.length != length:
+                line.append(f"retrieval {count(one.length)} tokens ")
+                length = one.length
+            line.append(f"{one.short_task} ")
+            line.append(one.words, style="bold green")
+        table.add_row(after_words(stage), line)
+    return table
+
+
 def _chart(stage: _Stage, width: int) -> Table:
     """The stage's curve with its scale on the left."""
     rewards = stage.kind == "agentic_rl"
@@ -328,7 +375,7 @@ def _chart(stage: _Stage, width: int) -> Table:
     table = Table.grid(padding=0)
     table.add_column(justify="right", width=label + 1, style="dim")
     table.add_column(no_wrap=True)
-    name = "reward (mean of scored rollouts)" if rewards else "loss"
+    name = "reward (mean of scored rollouts)" if rewards else loss_name(stage.kind)
     table.add_row("", Text(f" {name}, now {short(values[-1])}", style="bold"))
     for index, line in enumerate(lines):
         scale = short(high) if index == 0 else short(low) if index == len(lines) - 1 else ""
@@ -339,10 +386,10 @@ def _chart(stage: _Stage, width: int) -> Table:
 
 
 def _numbers(stage: _Stage, width: int) -> RenderableType:
-    """Throughput, utilisation, queue and staleness of an RL stage, or an SFT stage's rates."""
+    """Throughput, utilisation, queue and staleness of an RL stage; losses and rates of others."""
     m = stage.latest
     if stage.kind != "agentic_rl":
-        return Text(" · ".join(_plain_numbers(stage)))
+        return Text(" · ".join(_plain_numbers(stage)), overflow="fold")
     table = Table.grid(padding=(0, 1))
     bar_width = 20 if width < 100 else 32
     for side, busy, rate in (
@@ -370,16 +417,18 @@ def _numbers(stage: _Stage, width: int) -> RenderableType:
 def _plain_numbers(stage: _Stage) -> list[str]:
     """The numbers of a one-line log, most telling first."""
     m = stage.latest
+    parts = [f"{_steps(stage).removesuffix(' · ')}"] if stage.step else []
+    if stage.kind != "agentic_rl":
+        skipped = [f"{count(stage.skipped)} steps skipped"] if stage.skipped else []
+        return parts + supervised_numbers(stage.kind, m) + skipped
     shown = (
         ("reward", "reward_mean", short),
         ("success", "success_rate", lambda v: percent(v, 0)),
         ("loss", "loss", short),
         ("gen tok/s", "gen_tokens_per_s", short),
         ("train tok/s", "train_tokens_per_s", short),
-        ("tok/s", "tokens_per_s", short),
         ("queue", "queue_groups", short),
         ("lag", "lag_mean", short),
         ("lr", "learning_rate", short),
     )
-    parts = [f"{_steps(stage).removesuffix(' · ')}"] if stage.step else []
     return parts + [f"{label} {write(m[key])}" for label, key, write in shown if key in m]

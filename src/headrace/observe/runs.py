@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 
 from headrace.errors import UserError
+from headrace.observe.measurements import Measurement, is_measurement, measurement_of
 from headrace.observe.metrics import MetricRow, read_metrics
 from headrace.observe.statistics import PairedDifference, paired_difference
 from headrace.observe.summary import FILE_NAME as SUMMARY_FILE
@@ -24,6 +25,7 @@ from headrace.rollout.reading import LedgerReader
 from headrace.rollout.records import SessionSummary
 
 RECIPE_FILE = "recipe.json"
+_NO_ROLLOUT = "no rollout was recorded yet"
 
 
 class Comparison(msgspec.Struct, frozen=True):
@@ -45,6 +47,14 @@ class Comparison(msgspec.Struct, frozen=True):
     after: Mapping[str, Any]
     change: PairedDifference
     rival: str = ""
+
+
+class Span(msgspec.Struct, frozen=True):
+    """When a stage logged, in seconds since the run started."""
+
+    stage: str
+    start: float
+    end: float
 
 
 class Run:
@@ -72,7 +82,7 @@ class Run:
             except UserError as error:
                 self.ledger_problem = str(error)
         else:
-            self.ledger_problem = "no rollout was recorded yet"
+            self.ledger_problem = _NO_ROLLOUT
 
     def close(self) -> None:
         """Close the ledger. Safe to repeat."""
@@ -97,15 +107,39 @@ class Run:
 
     @property
     def evaluations(self) -> list[Mapping[str, Any]]:
-        """Evaluation records, in order."""
-        return [e for e in self.summary.get("evaluations") or [] if isinstance(e, dict)]
+        """Records of evaluations by rollouts on a task, in order."""
+        return [e for e in self._records() if not is_measurement(e)]
+
+    @property
+    def measurements(self) -> list[Measurement]:
+        """What was measured of the model itself, in order."""
+        return [measurement_of(e) for e in self._records() if is_measurement(e)]
+
+    @property
+    def has_rollouts(self) -> bool:
+        """Whether any rollout was recorded."""
+        return self.ledger is not None and bool(self.ledger.outcome_counts())
+
+    @property
+    def missing_rollouts(self) -> str:
+        """Why no rollout can be shown; "" when some can, or when the recipe asks for none."""
+        if self.has_rollouts:
+            return ""
+        damaged = self.ledger is None and (self.path / LEDGER_FILE).is_file()
+        stages = self.recipe.get("stages") or []
+        wanted = any(s.get("kind") == "agentic_rl" for s in stages) or self.recipe.get("evaluation")
+        if stages and not wanted and not damaged:
+            return ""
+        return self.ledger_problem or _NO_ROLLOUT
 
     def stages(self) -> list[dict[str, Any]]:
         """Recipe stages in order, each {name, kind, wall_s or None, start_from}."""
         walls = {s.get("name"): s.get("wall_s") for s in self.summary.get("stages") or []}
         listed = [dict(stage) for stage in self.recipe.get("stages") or []]
         if not listed:
-            names = list(walls) or list(dict.fromkeys(row.stage for row in self.rows))
+            # Measurements log rows, too, all at step 0.
+            logged = dict.fromkeys(row.stage for row in self.rows if row.step > 0)
+            names = list(walls) or list(logged)
             listed = [{"name": name, "kind": self._guess_kind(str(name))} for name in names]
         previous = "start"
         for stage in listed:
@@ -116,8 +150,31 @@ class Run:
         return listed
 
     def rows_of(self, stage: str) -> list[MetricRow]:
-        """Metrics rows of one stage."""
-        return [row for row in self.rows if row.stage == stage]
+        """Metrics rows of one stage, steps rising.
+
+        A stage that went on from a checkpoint logs the steps after it again; the later rows count.
+        """
+        found: list[MetricRow] = []
+        for row in self.rows:
+            if row.stage == stage:
+                while found and found[-1].step >= row.step:
+                    found.pop()
+                found.append(row)
+        return found
+
+    def spans(self) -> list[Span]:
+        """When each stage that logged anything ran, in order."""
+        found: list[Span] = []
+        for stage in self.stages():
+            rows = self.rows_of(stage["name"])
+            if not rows:
+                continue
+            # A first row is logged after its step, so the stage began about one step earlier.
+            lead = (rows[-1].elapsed - rows[0].elapsed) / max(len(rows) - 1, 1)
+            previous = found[-1].end if found else 0.0
+            start = max(rows[0].elapsed - lead, previous)
+            found.append(Span(stage["name"], start, rows[-1].elapsed))
+        return found
 
     def comparisons(self) -> list[Comparison]:
         """Every stage against the model it started from, then against rivals with that start."""
@@ -151,6 +208,9 @@ class Run:
         own = [c for c in self.comparisons() if not c.rival]
         learned = [c for c in own if c.kind == "agentic_rl"]
         return (learned or own or [None])[-1]
+
+    def _records(self) -> list[Mapping[str, Any]]:
+        return [e for e in self.summary.get("evaluations") or [] if isinstance(e, dict)]
 
     def _guess_kind(self, stage: str) -> str:
         rows = self.rows_of(stage)

@@ -15,8 +15,10 @@ from rich.text import Text
 from headrace.errors import UserError
 from headrace.observe.conversation import conversation
 from headrace.observe.laws import laws_of
+from headrace.observe.measurements import Measure, aspects, latest, tabulate
 from headrace.observe.runs import Run, find_session, open_run
 from headrace.observe.units import (
+    after_words,
     count,
     duration,
     interval,
@@ -26,6 +28,7 @@ from headrace.observe.units import (
     points,
     printable,
     short,
+    supervised_numbers,
 )
 from headrace.observe.vocabulary import Vocabulary
 from headrace.rollout.reading import LedgerReader
@@ -35,6 +38,7 @@ from headrace.rollout.types import Segment, Session
 
 LISTED = 200
 """Trajectories that `show RUN trajectories` prints, newest first."""
+_TRAJECTORY_WORDS = ("trajectories", "trajectory ID")
 
 
 def show_run(run_dir: Path, console: Console) -> None:
@@ -46,18 +50,15 @@ def show_run(run_dir: Path, console: Console) -> None:
     with open_run(run_dir) as run:
         _print_head(run, console)
         _print_stages(run, console)
+        _print_measurements(run, console)
         _print_evaluations(run, console)
         _print_accounts(run, console)
         _print_laws(run, console)
+        more = [f"headrace report {run.path}"]
+        if run.has_rollouts:
+            more = [f"headrace show {run.path} {what}" for what in _TRAJECTORY_WORDS] + more
         console.print(
-            Text.assemble(
-                ("More: ", "bold"),
-                f"headrace show {run.path} trajectories; ",
-                f"headrace show {run.path} trajectory ID; ",
-                f"headrace report {run.path}",
-                style="dim",
-            ),
-            soft_wrap=True,
+            Text.assemble(("More: ", "bold"), "; ".join(more), style="dim"), soft_wrap=True
         )
 
 
@@ -163,16 +164,18 @@ def _print_stages(run: Run, console: Console) -> None:
     table = _table("stage", "kind", right=("took", "step"), last=("last metrics",))
     for stage in run.stages():
         rows = run.rows_of(stage["name"])
-        latest = rows[-1].metrics if rows else {}
-        names = (
-            ("reward_mean", "success_rate", "lag_mean", "trainer_busy", "engine_busy")
-            if stage.get("kind") == "agentic_rl"
-            else ("loss", "tokens_per_s")
-        )
-        words = ", ".join(f"{n} {short(latest[n])}" for n in names if n in latest)
+        kind = str(stage.get("kind", "–"))
+        newest = rows[-1].metrics if rows else {}
+        if kind == "agentic_rl":
+            names = ("reward_mean", "success_rate", "lag_mean", "trainer_busy", "engine_busy")
+            words = ", ".join(f"{n} {short(newest[n])}" for n in names if n in newest)
+        else:
+            words = ", ".join(supervised_numbers(kind, newest, brief=True))
+            skipped = sum(row.metrics.get("skipped", 0.0) for row in rows)
+            words += f", {count(skipped)} steps skipped" if skipped else ""
         table.add_row(
             Text(str(stage["name"])),
-            Text(str(stage.get("kind", "–"))),
+            Text(kind),
             duration(stage["wall_s"]),
             count(rows[-1].step) if rows else "–",
             Text(words or ("not started" if stage["wall_s"] is None else "no step finished")),
@@ -180,9 +183,32 @@ def _print_stages(run: Run, console: Console) -> None:
     console.print(table)
 
 
+def _print_measurements(run: Run, console: Console) -> None:
+    found = tabulate(run.measurements)
+    if not found.rows:
+        return
+    table = _table("measured", right=(*found.stages, "95% (n)"))
+    for row in found.rows:
+        newest = latest(row)
+        cells = [Text(row[stage].words if stage in row else "–") for stage in found.stages]
+        sure = "" if newest.bounds is None else f"{interval(*newest.bounds)} "
+        task = newest.task
+        if newest.kind is Measure.RETRIEVAL:
+            task = f"retrieval {newest.length}, {newest.short_task}"
+        table.add_row(Text(task), *cells, Text(f"{sure}({count(newest.n)})"))
+    console.print(table)
+    for row in found.of_kind(Measure.CHAT):
+        newest = latest(row)
+        rates = ", ".join(f"{name} {percent(rate, 0)}" for name, rate in aspects(newest))
+        if rates:
+            words = f"chat format {after_words(newest.after)}: {rates}"
+            console.print(words, style="dim", soft_wrap=True, highlight=False, markup=False)
+
+
 def _print_evaluations(run: Run, console: Console) -> None:
     if not run.evaluations:
-        console.print("No evaluation has finished.", style="dim")
+        if not run.measurements:
+            console.print("No evaluation has finished.", style="dim")
         return
     table = _table("held-out success", right=("rate", "95% interval", "n", "3+ turns", "took"))
     for e in run.evaluations:
@@ -210,8 +236,9 @@ def _print_evaluations(run: Run, console: Console) -> None:
 
 
 def _print_accounts(run: Run, console: Console) -> None:
-    if run.ledger is None:
-        console.print(f"No ledger: {run.ledger_problem}.", style="dim", soft_wrap=True)
+    if run.ledger is None or not run.has_rollouts:
+        if run.missing_rollouts:
+            console.print(f"No ledger: {run.missing_rollouts}.", style="dim", soft_wrap=True)
         return
     with run.ledger.snapshot():
         tokens = run.ledger.conservation()
@@ -236,6 +263,9 @@ def _print_accounts(run: Run, console: Console) -> None:
 
 def _print_laws(run: Run, console: Console) -> None:
     laws = laws_of(run.summary)
+    if not run.has_rollouts and not run.missing_rollouts:
+        # The audit is about rollouts; where none was meant to be, a law that holds says nothing.
+        laws = [law for law in laws if not law[1]]
     if not laws:
         return
     line = Text("Laws: ")
@@ -248,11 +278,11 @@ def _print_laws(run: Run, console: Console) -> None:
 def _table(*left: str, right: tuple[str, ...] = (), last: tuple[str, ...] = ()) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, header_style="bold")
     for name in left:
-        table.add_column(name)
+        table.add_column(Text(name))
     for name in right:
-        table.add_column(name, justify="right")
+        table.add_column(Text(name), justify="right")
     for name in last:
-        table.add_column(name)
+        table.add_column(Text(name))
     return table
 
 

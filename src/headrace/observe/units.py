@@ -56,6 +56,45 @@ def short(value: float | None) -> str:
     return f"{value:.1e}"
 
 
+def memory(size: float | None) -> str:
+    """ "1.5 GiB", "312 MiB" from bytes; "–" when unknown."""
+    if size is None or not math.isfinite(size):
+        return "–"
+    return f"{size / 2**30:.1f} GiB" if size >= 2**30 else f"{size / 2**20:.0f} MiB"
+
+
+def loss_name(kind: str) -> str:
+    """What `loss` is in a stage of this kind."""
+    return "indexer loss" if kind == "dsa_warmup" else "loss"
+
+
+def supervised_numbers(
+    kind: str, metrics: Mapping[str, float], *, brief: bool = False
+) -> list[str]:
+    """A supervised stage's newest numbers in words, most telling first; those that exist.
+
+    Args:
+        kind: of the stage; decides what its loss is.
+        metrics: a row of it.
+        brief: only what a person asks first.
+    """
+    parts: list[str] = []
+    for label, key, write in (
+        (loss_name(kind), "loss", short),
+        ("language", "language_loss", short),
+        ("mtp", "mtp_loss", short),
+        ("index", "index_loss", short),
+        ("grad norm", "grad_norm", short),
+        ("tokens/s", "tokens_per_s", short),
+        ("MFU", "mfu", percent),
+        ("memory", "memory_mb", lambda v: memory(v * 2**20)),
+        ("lr", "learning_rate", short),
+    ):
+        if key in metrics and (not brief or key in ("loss", "tokens_per_s", "mfu")):
+            parts.append(f"{label} {write(metrics[key])}")
+    return parts
+
+
 def interval(low: float, high: float) -> str:
     """ "46.7–57.9%" from two rates."""
     return f"{100 * low:.1f}–{100 * high:.1f}%"
@@ -68,9 +107,13 @@ def stage_of(evaluation: Mapping[str, Any]) -> str:
 
 def label_of(evaluation: Mapping[str, Any]) -> str:
     """What an evaluation measured, in words: "before training" or "after rl", greedy marked."""
-    stage = stage_of(evaluation)
-    words = "before training" if stage == "start" else f"after {stage}"
+    words = after_words(stage_of(evaluation))
     return f"{words}, greedy" if evaluation.get("temperature") == 0 else words
+
+
+def after_words(stage: str) -> str:
+    """ "after pretrain", "before training" for the model before the first stage."""
+    return "before training" if stage == "start" else f"after {stage}"
 
 
 def moment(unix: float | None) -> str:

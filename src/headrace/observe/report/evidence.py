@@ -22,14 +22,16 @@ _TEXT_LIMIT = 1600
 def ledger_section(run: Run) -> str:
     """Where every sampled token went, how sessions ended, and which laws were audited."""
     parts: list[str] = []
-    if run.ledger is None:
-        parts.append(f"<p class='intro'>No ledger: {escape(run.ledger_problem)}.</p>")
-    else:
+    if run.has_rollouts:
+        assert run.ledger is not None
         with run.ledger.snapshot():
             parts += ["<h3>Sampled tokens</h3>", _conservation_table(run)]
             parts += ["<h3>How sessions ended</h3>", _outcome_table(run)]
+    elif run.missing_rollouts:
+        parts.append(f"<p class='intro'>No ledger: {escape(run.missing_rollouts)}.</p>")
     laws = laws_of(run.summary)
-    if laws:
+    # The audit is about rollouts; where none was meant to be, a law that holds says nothing.
+    if laws and (parts or not all(held for _, held, _ in laws)):
         rows: list[list[Cell]] = [
             [
                 text(law),

@@ -6,13 +6,16 @@ from importlib.resources import files
 from pathlib import Path
 
 from headrace.observe.disk import full_disk
+from headrace.observe.report.chat_examples import chat_section
 from headrace.observe.report.evidence import (
     configuration_section,
     ledger_section,
     trajectory_section,
 )
+from headrace.observe.report.language import measurement_section
 from headrace.observe.report.results import headline_section, results_section
-from headrace.observe.report.training import pretraining_section, rl_section, time_section
+from headrace.observe.report.supervised import supervised_section
+from headrace.observe.report.training import rl_section, time_section
 from headrace.observe.runs import Run, open_run
 from headrace.observe.units import duration
 
@@ -44,7 +47,9 @@ def render_report(run: Run) -> str:
     sections = [
         headline_section(run),
         results_section(run),
-        pretraining_section(run),
+        measurement_section(run),
+        chat_section(run),
+        supervised_section(run),
         rl_section(run),
         time_section(run),
         ledger_section(run),

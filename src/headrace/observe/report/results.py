@@ -5,6 +5,7 @@ from html import escape
 from typing import Any
 
 from headrace.observe.charts import Band, Dot, Line, line_chart, rate_bar
+from headrace.observe.report.language import language_cards
 from headrace.observe.report.markup import Cell, number, section, table, text
 from headrace.observe.runs import Comparison, Run
 from headrace.observe.statistics import wilson
@@ -12,7 +13,19 @@ from headrace.observe.units import duration, interval, label_of, percent, points
 
 
 def headline_section(run: Run) -> str:
-    """Before and after, large, with the paired difference."""
+    """Before and after of rollouts, large, with the paired difference; then the language model."""
+    parts = [
+        part
+        for part in (_rollout_headline(run), _cards(language_cards(run), "cards apart"))
+        if part
+    ]
+    if not parts:
+        words = "No evaluation has finished in this run. What exists is below."
+        parts = [f"<p>{words}</p>"]
+    return f"<section class='headline'>{''.join(parts)}</section>"
+
+
+def _rollout_headline(run: Run) -> str:
     best = run.headline()
     if best is not None:
         change = best.change
@@ -31,20 +44,16 @@ def headline_section(run: Run) -> str:
             f"<p class='big'>{points(change.difference)}</p>"
             f"<p class='small'>{points(change.low)} to {points(change.high)} points</p></div>"
         )
-        return (
-            f"<section class='headline'><div class='cards'>{cards}</div><p>{reading}</p></section>"
-        )
-    if run.evaluations:
-        last = run.evaluations[-1]
-        cards = _card(label_of(last), last, "")
-        return (
-            f"<section class='headline'><div class='cards'>{cards}</div>"
-            "<p>Only one measurement exists so far, so there is no change to report.</p></section>"
-        )
-    return (
-        "<section class='headline'><p>No evaluation has finished in this run. What exists is "
-        "below.</p></section>"
-    )
+        return f"{_cards(cards)}<p>{reading}</p>"
+    if not run.evaluations:
+        return ""
+    last = run.evaluations[-1]
+    words = "Only one measurement exists so far, so there is no change to report."
+    return f"{_cards(_card(label_of(last), last, ''))}<p>{words}</p>"
+
+
+def _cards(cards: str, css: str = "cards") -> str:
+    return f"<div class='{css}'>{cards}</div>" if cards else ""
 
 
 def results_section(run: Run) -> str:
@@ -74,30 +83,21 @@ def _card(label: str, record: Mapping[str, Any], tone: str) -> str:
 
 def _timeline(run: Run) -> str:
     """Training reward as a curve, evaluations as dots where their stage ended, stages shaded."""
-    bands: list[Band] = []
-    ends = {"start": 0.0}
+    spans = run.spans()
+    bands = [Band(s.start / 60, s.end / 60, s.stage) for s in spans]
+    ends = {"start": 0.0} | {s.stage: s.end for s in spans}
     lines: list[Line] = []
-    for stage in run.stages():
-        rows = run.rows_of(stage["name"])
-        if not rows:
-            continue
-        # A first row is logged after its step, so the stage began about one step earlier.
-        lead = (rows[-1].elapsed - rows[0].elapsed) / max(len(rows) - 1, 1)
-        start = max(rows[0].elapsed - lead, max(ends.values()), 0.0)
-        ends[stage["name"]] = rows[-1].elapsed
-        bands.append(Band(start / 60, rows[-1].elapsed / 60, stage["name"]))
-        rewards = [
-            (r.elapsed / 60, r.metrics["reward_mean"]) for r in rows if "reward_mean" in r.metrics
-        ]
-        success = [
-            (r.elapsed / 60, r.metrics["success_rate"]) for r in rows if "success_rate" in r.metrics
-        ]
-        first = not any(line.label.startswith("mean reward") for line in lines)
-        suffix = "" if first else f" ({stage['name']})"
-        if rewards:
-            lines.append(Line(f"mean reward of rollouts{suffix}", rewards, 0, faint=True))
-        if success:
-            lines.append(Line(f"success of finished rollouts{suffix}", success, 1))
+    for label, key, colour, faint in (
+        ("mean reward of rollouts", "reward_mean", 0, True),
+        ("success of finished rollouts", "success_rate", 1, False),
+    ):
+        for span in spans:
+            points = [
+                (r.elapsed / 60, r.metrics[key])
+                for r in run.rows_of(span.stage)
+                if key in r.metrics
+            ]
+            lines.append(Line(label, points, colour, faint))
     dots = [
         Dot(
             ends[stage_of(e)] / 60,
@@ -109,7 +109,7 @@ def _timeline(run: Run) -> str:
         for e in run.evaluations
         if stage_of(e) in ends and e.get("temperature") != 0 and e.get("success") is not None
     ]
-    if not lines and len(dots) < 2:
+    if not any(line.points for line in lines) and len(dots) < 2:
         return ""
     chart = line_chart(
         lines,

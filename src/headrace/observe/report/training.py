@@ -1,30 +1,15 @@
-"""How the stages went: curves of every stage, the asynchronous machinery, and where time went."""
+"""How reinforcement learning went, the asynchronous machinery, and where the run's time went."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from html import escape
 
 from headrace.observe.charts import Line, Share, bar_chart, line_chart, share_bar
 from headrace.observe.metrics import MetricRow
+from headrace.observe.report.curves import curves
 from headrace.observe.report.markup import Cell, number, section, table, text
 from headrace.observe.runs import Run
-from headrace.observe.units import count, duration, label_of, percent, short, stage_of
-
-
-def pretraining_section(run: Run) -> str:
-    """Loss and throughput of the supervised stages."""
-    parts: list[str] = []
-    for stage in run.stages():
-        rows = run.rows_of(stage["name"])
-        if stage.get("kind") == "agentic_rl" or not rows:
-            continue
-        charts = [
-            _curves(rows, {"loss": "loss"}, "loss", "nats per token", "step", zero=False),
-            _curves(rows, {"tokens_per_s": "tokens/s"}, "throughput", "tokens/s", "step"),
-        ]
-        drawn = "".join(c for c in charts if c)
-        if drawn:
-            parts.append(f"<h3>{stage['name']}</h3><div class='grid'>{drawn}</div>")
-    return section("Supervised stages", *parts)
+from headrace.observe.units import after_words, count, duration, label_of, percent, short, stage_of
 
 
 def rl_section(run: Run) -> str:
@@ -36,7 +21,7 @@ def rl_section(run: Run) -> str:
         if not rows:
             continue
         if len(stages) > 1:
-            parts.append(f"<h3>{stage['name']}</h3>")
+            parts.append(f"<h3>{escape(str(stage['name']))}</h3>")
         parts.append(_totals(rows))
         charts = _learning_charts(rows) + _asynchrony_charts(run, stage, rows)
         parts.append(f"<div class='grid'>{''.join(c for c in charts if c)}</div>")
@@ -49,21 +34,24 @@ def rl_section(run: Run) -> str:
 
 
 def time_section(run: Run) -> str:
-    """Wall clock by stage and evaluation, and how busy both sides were."""
+    """Wall clock by stage, evaluation and measurement, and how busy both sides were."""
     parts: list[Share] = []
 
-    def add_evaluations(after: str) -> None:
+    def add_measured(after: str) -> None:
         for e in run.evaluations:
             if stage_of(e) == after and e.get("wall_s"):
                 name = f"evaluation {label_of(e)}"
                 parts.append(Share("evaluation", name, float(e["wall_s"]), 5))
+        seconds = sum(m.wall_s for m in run.measurements if m.after == after)
+        if seconds:
+            parts.append(Share("measurement", f"measurement {after_words(after)}", seconds, 5))
 
-    add_evaluations("start")
+    add_measured("start")
     for index, stage in enumerate(run.stages()):
         name = str(stage["name"])
         if stage["wall_s"]:
             parts.append(Share(name, name, float(stage["wall_s"]), index % 5))
-        add_evaluations(name)
+        add_measured(name)
     wall = run.summary.get("wall_s")
     if wall is not None:
         rest = float(wall) - sum(part.size for part in parts)
@@ -128,24 +116,24 @@ def _totals(rows: Sequence[MetricRow]) -> str:
 def _learning_charts(rows: Sequence[MetricRow]) -> list[str]:
     return [
         _mismatch_chart(rows),
-        _curves(rows, {"entropy": "entropy"}, "Entropy of sampled tokens", "nats"),
-        _curves(
+        curves(rows, {"entropy": "entropy"}, "Entropy of sampled tokens", "nats"),
+        curves(
             rows,
             {"masked_low": "ratio too low", "masked_high": "ratio too high"},
             "Trained tokens masked by the trust region",
             "share of tokens",
             write=lambda v: percent(v, 1 if v < 0.1 else 0),
         ),
-        _curves(
+        curves(
             rows,
             {"ratio_mean": "mean", "ratio_p99": "99th percentile", "ratio_p01": "1st percentile"},
             "Importance ratio, new over rollout policy",
             "ratio",
             zero=False,
         ),
-        _curves(rows, {"kl_rollout": "KL"}, "KL of rollout to new policy, estimated", "nats"),
-        _curves(rows, {"grad_norm": "norm"}, "Gradient norm before clipping", "norm"),
-        _curves(rows, {"turns_mean": "turns"}, "Turns per rollout", "turns"),
+        curves(rows, {"kl_rollout": "KL"}, "KL of rollout to new policy, estimated", "nats"),
+        curves(rows, {"grad_norm": "norm"}, "Gradient norm before clipping", "norm"),
+        curves(rows, {"turns_mean": "turns"}, "Turns per rollout", "turns"),
     ]
 
 
@@ -160,7 +148,7 @@ def _mismatch_chart(rows: Sequence[MetricRow]) -> str:
     logs = [y for line in lines for _, y in line.points]
     if not logs:
         # All zero (bit-equal kernels), or not measured at all.
-        return _curves(
+        return curves(
             rows, {"mismatch_max_abs": "largest"}, "Train/rollout log-probability mismatch", "nats"
         )
     low, high = math.floor(min(logs)), math.ceil(max(logs))
@@ -190,16 +178,16 @@ def _asynchrony_charts(run: Run, stage: dict[str, object], rows: Sequence[Metric
         )
         if histogram
         else "",
-        _curves(
+        curves(
             rows, {"lag_mean": "mean", "lag_max": "largest"}, "Staleness at the cut", "versions"
         ),
-        _curves(
+        curves(
             rows,
             {"gen_tokens_per_s": "generated", "train_tokens_per_s": "trained"},
             "Throughput of both sides",
             "tokens/s",
         ),
-        _curves(
+        curves(
             rows,
             {"engine_busy": "engine", "trainer_busy": "trainer"},
             "Utilisation",
@@ -207,34 +195,6 @@ def _asynchrony_charts(run: Run, stage: dict[str, object], rows: Sequence[Metric
             y_range=(0.0, 1.0),
             write=lambda v: percent(v, 0),
         ),
-        _curves(rows, {"queue_groups": "groups"}, "Finished groups waiting", "groups"),
-        _curves(rows, {"rollouts_in_flight": "rollouts"}, "Rollouts in flight", "rollouts"),
+        curves(rows, {"queue_groups": "groups"}, "Finished groups waiting", "groups"),
+        curves(rows, {"rollouts_in_flight": "rollouts"}, "Rollouts in flight", "rollouts"),
     ]
-
-
-def _curves(
-    rows: Sequence[MetricRow],
-    names: dict[str, str],
-    title: str,
-    y_label: str,
-    x_label: str = "update",
-    y_range: tuple[float, float] | None = None,
-    write: Callable[[float], str] = short,
-    zero: bool = True,
-) -> str:
-    """Metrics by name over steps; "" when none of them was logged."""
-    lines = [
-        Line(label, [(float(r.step), r.metrics[key]) for r in rows if key in r.metrics], i)
-        for i, (key, label) in enumerate(names.items())
-    ]
-    if not any(line.points for line in lines):
-        return ""
-    return line_chart(
-        lines,
-        title=title,
-        x_label=x_label,
-        y_label=y_label,
-        y_range=y_range,
-        y_format=write,
-        zero=zero,
-    )
