@@ -48,6 +48,16 @@ def test_arm_is_not_warned_for_lacking_avx():
     assert "asimd" in check.detail
 
 
+def test_a_compiler_is_looked_for_and_only_advised(monkeypatch):
+    monkeypatch.setenv("CXX", "clang++-18")
+    assert doctor.check_compiler({"clang++-18": "/opt/clang++-18"}.get).detail == "/opt/clang++-18"
+    assert doctor.check_compiler({"g++": "/usr/bin/g++"}.get).status is Status.OK
+    check = doctor.check_compiler(lambda name: None)
+    assert check.status is Status.WARN
+    assert "g++" in check.remedy
+    assert doctor.exit_code([check]) == 0
+
+
 def test_missing_package_is_named():
     check = doctor.check_packages(
         ["pytest>=8", "no-such-package-here>=1", 'other-missing; extra == "dev"']

@@ -137,6 +137,27 @@ def test_results_that_change_between_calls_fail():
     assert {name.partition(":")[0] for name in failed} == {"repeatable"}
 
 
+class Consuming(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.kept = torch.ones_like(x)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, *grads):
+        grad = grads[0] * ctx.kept
+        ctx.kept.zero_()
+        return grad
+
+
+def test_a_backward_that_uses_up_what_was_kept_fails():
+    def broken(x, weight, counts):
+        return grouped.grouped_matmul(Consuming.apply(x), weight, counts)
+
+    failed = failures("grouped_matmul", broken)
+    assert {name.partition(":")[0] for name in failed} == {"repeatable"}
+
+
 def test_logits_that_exist_all_at_once_fail():
     def unchunked(*arguments, chunk_elements, **options):
         return cross_entropy.linear_cross_entropy(*arguments, chunk_elements=1 << 30, **options)

@@ -184,8 +184,11 @@ class _Run:
         return max(_error(a, b) for a, b in zip(got, want, strict=True))
 
     def differences(self) -> float:
-        """How many numbers differ between two calls."""
-        first, second = ([*self._outputs(self.call), *self._gradients(self.call)] for _ in range(2))
+        """How many numbers differ between two calls, the second one with a second backward."""
+        first, second = (
+            [*self._outputs(self.call), *self._gradients(self.call, again=again)]
+            for again in (False, True)
+        )
         return float(sum(int((~_same(a, b)).sum()) for a, b in zip(first, second, strict=True)))
 
     def _leaves(self, dtype: torch.dtype | None) -> list[Tensor]:
@@ -202,7 +205,7 @@ class _Run:
         return [x.detach() for x in self._invoke(call, self._leaves(dtype))]
 
     def _gradients(
-        self, call: Callable[..., Any], dtype: torch.dtype | None = None
+        self, call: Callable[..., Any], dtype: torch.dtype | None = None, again: bool = False
     ) -> list[Tensor]:
         leaves = self._leaves(dtype)
         out = self._invoke(call, leaves)[0]
@@ -211,7 +214,10 @@ class _Run:
         weights = torch.randn(out.shape, generator=generator)
         weights = weights.to(next(iter(self.inputs.values())).dtype).to(out.dtype)
         loss_gradient = weights.masked_fill(out.detach().isinf(), 0.0)
-        gradients = torch.autograd.grad(out, leaves, loss_gradient, allow_unused=True)
+        options: dict[str, Any] = {"grad_outputs": loss_gradient, "allow_unused": True}
+        gradients = torch.autograd.grad(out, leaves, retain_graph=again, **options)
+        if again:
+            gradients = torch.autograd.grad(out, leaves, **options)
         return [
             torch.zeros_like(x) if g is None else g for x, g in zip(leaves, gradients, strict=True)
         ]

@@ -90,12 +90,13 @@ class _LinearCrossEntropy(torch.autograd.Function):
             for part in _blocks(logits):
                 place = slice(begin + part.start, begin + part.stop)
                 if ctx.kept:
-                    p = saved[part].float()
+                    # A new tensor: what was kept serves another backward, too.
+                    gradient = saved[part] * -scaled[place, None]
                 else:
                     z = _widen(logits[part], ctx.temperature)
-                    p = z.sub_(saved[place, None]).exp_()
-                p = p.mul_(-scaled[place, None])
-                logits[part] = p.scatter_(1, targets[place, None], at_target[place, None])
+                    gradient = z.sub_(saved[place, None]).exp_().mul_(-scaled[place, None])
+                gradient.scatter_(1, targets[place, None], at_target[place, None])
+                logits[part] = gradient
             if d_hidden is not None:
                 torch.mm(logits, weight, out=d_hidden[chunk])
             if needs_weight:
