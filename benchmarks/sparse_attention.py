@@ -73,10 +73,19 @@ class Inputs:
         return [self.q_nope, self.q_rope, self.latent, self.k_rope, self.w_uk, self.w_uv]
 
 
+def per_head(x: Tensor, weight: Tensor) -> Tensor:
+    """x [T, H, a] times weight [H, a, b] -> [T, H, b].
+
+    The contiguous copy matters: without it the backward pass gathers a column of T elements that
+    lie a page apart, for every input of every head.
+    """
+    return torch.bmm(x.transpose(0, 1).contiguous(), weight).transpose(0, 1)
+
+
 def dense(x: Inputs) -> Tensor:
     """[T, H, 256] by full causal attention."""
-    k_nope = torch.einsum("tr,hnr->htn", x.latent, x.w_uk)
-    v = torch.einsum("tr,hvr->htv", x.latent, x.w_uv)
+    k_nope = F.linear(x.latent, x.w_uk.flatten(0, 1)).unflatten(1, (HEADS, NOPE)).transpose(0, 1)
+    v = F.linear(x.latent, x.w_uv.flatten(0, 1)).unflatten(1, (HEADS, VALUE)).transpose(0, 1)
     k = torch.cat([k_nope, x.k_rope.expand(HEADS, -1, -1)], dim=-1)
     q = torch.cat([x.q_nope, x.q_rope], dim=-1).transpose(0, 1)
     out = F.scaled_dot_product_attention(q[None], k[None], v[None], is_causal=True, scale=SCALE)
@@ -87,10 +96,10 @@ def sparse(x: Inputs, topk: int) -> Tensor:
     """[T, H, 256] by attention to the indexer's `topk`; equal to `dense` when topk >= T."""
     layout = Layout.causal(1, x.latent.shape[0])
     chosen = select_topk(x.index_q, x.index_weights, x.index_k, layout, topk)
-    q = torch.cat([torch.einsum("thn,hnr->thr", x.q_nope, x.w_uk), x.q_rope], dim=-1)
+    q = torch.cat([per_head(x.q_nope, x.w_uk), x.q_rope], dim=-1)
     kv = torch.cat([x.latent, x.k_rope], dim=-1)
     out, _ = sparse_latent_attention(q, kv, chosen, scale=SCALE, value_dim=RANK)
-    return torch.einsum("thr,hvr->thv", out, x.w_uv)
+    return per_head(out, x.w_uv.transpose(1, 2))
 
 
 def check_same_model() -> float:
