@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from headrace.errors import UserError
-from headrace.model.adapt import change_rope, extend_with_indexer
+from headrace.model.adapt import extend_with_indexer
 from headrace.model.causal import CausalAttend
 from headrace.model.config import IndexerConfig, ModelConfig
 from headrace.model.decoder import Decoder
@@ -54,25 +54,24 @@ def test_extended_model_attending_densely_is_the_base(ids: Tensor) -> None:
 
 
 @torch.no_grad()
-def test_results_have_their_own_weights(ids: Tensor) -> None:
+def test_the_result_has_its_own_weights(ids: Tensor) -> None:
     base = new_base()
     before = base(ids)
-    for model in (extend_with_indexer(base, INDEXER, 0), change_rope(base, theta=5e5)):
-        for parameter in model.parameters():
-            parameter.zero_()
+    for parameter in extend_with_indexer(base, INDEXER, 0).parameters():
+        parameter.zero_()
     assert torch.equal(base(ids), before)
 
 
 @torch.no_grad()
 def test_rope_changes_alone(ids: Tensor) -> None:
-    base = new_base()
-    longer = change_rope(base, max_positions=256)
-    assert torch.equal(longer(ids), base(ids))
-    longer(torch.zeros(1, 256, dtype=torch.long))
-    slower = change_rope(base, theta=1e6, max_positions=256)
-    assert (slower.config.rope_theta, slower.config.max_positions) == (1e6, 256)
-    assert not torch.allclose(slower(ids), base(ids))
-    for a, b in zip(slower.parameters(), base.parameters(), strict=True):
+    model, base = new_base(), new_base()
+    model.set_rope(max_positions=256)
+    assert torch.equal(model(ids), base(ids))
+    model(torch.zeros(1, 256, dtype=torch.long))
+    model.set_rope(theta=1e6)
+    assert (model.config.rope_theta, model.config.max_positions) == (1e6, 256)
+    assert not torch.allclose(model(ids), base(ids))
+    for a, b in zip(model.parameters(), base.parameters(), strict=True):
         assert torch.equal(a, b)
 
 
@@ -84,4 +83,4 @@ def test_refusals() -> None:
     with pytest.raises(UserError, match="has an indexer already"):
         extend_with_indexer(extended, INDEXER, 0)
     with pytest.raises(UserError, match="max_positions = 0"):
-        change_rope(extended, max_positions=0)
+        extended.set_rope(max_positions=0)

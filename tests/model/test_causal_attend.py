@@ -6,6 +6,8 @@ from torch import Tensor
 
 from headrace.model.attention import IndexQuery, LatentQuery
 from headrace.model.causal import CausalAttend, Mode
+from headrace.model.decoder import Decoder
+from headrace.model.presets import preset
 from headrace.model.trace import SelectionTrace
 from headrace.ops import Layout
 
@@ -128,3 +130,31 @@ def test_rows_of_no_sequence_give_zeros() -> None:
         assert out[4:15].abs().min() > 0
         assert not out[:4].any()
         assert not out[15:].any()
+
+
+@pytest.mark.parametrize("mode", ["dense", "sparse"])
+@pytest.mark.parametrize("half", ["autocast", "weights"])
+def test_bf16_trains_and_keeps_what_decides_in_fp32(mode: Mode, half: str) -> None:
+    config = preset("glm5-tiny", 61, indexer={"topk": 6}, max_positions=64)
+    dtype = torch.bfloat16 if half == "weights" else torch.float32
+    model = Decoder(config, dtype=dtype)
+    model.init_weights(0)
+    ids = torch.randint(0, 61, (2, 20), generator=torch.Generator().manual_seed(0))
+    seen: list[torch.dtype] = []
+
+    class Spy(CausalAttend):
+        def attend_latent(self, layer: int, query: LatentQuery) -> Tensor:
+            assert query.index is not None
+            seen.append(query.index.weights.dtype)
+            return super().attend_latent(layer, query)
+
+    with torch.autocast("cpu", torch.bfloat16, enabled=half == "autocast"):
+        loss = model.logits(model(ids, attend=Spy(mode=mode))).float().logsumexp(-1).mean()
+    loss.backward()
+    assert seen == [torch.float32] * config.num_layers
+    for name, parameter in model.named_parameters():
+        if ".indexer." in name or name.startswith("mtp."):
+            assert parameter.grad is None, name
+        else:
+            assert parameter.grad is not None, name
+            assert parameter.grad.isfinite().all(), name

@@ -58,9 +58,9 @@ def test_counts_equal_the_closed_form(name: str) -> None:
 
 
 def test_the_released_shape_is_744b_with_40b_active() -> None:
-    before = time.perf_counter()
+    before = time.process_time()
     model = Decoder(preset("glm5"), device="meta")
-    assert time.perf_counter() - before < 30
+    assert time.process_time() - before < 30
     assert all(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
     count = count_parameters(model.config)
     assert model.num_parameters() == count.stored

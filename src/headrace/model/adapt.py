@@ -1,6 +1,7 @@
-"""A trained model under a changed config: an indexer added, or rotary embedding for more positions.
+"""A trained model of one architecture made into one of another: an indexer added to a dense base.
 
-Each function returns a new decoder with weights of its own and leaves the given one as it is.
+The result is a new decoder with weights of its own; the given one stays as it is. What changes the
+rotary embedding alone is `Decoder.set_rope`.
 """
 
 from dataclasses import replace
@@ -45,24 +46,6 @@ def extend_with_indexer(model: Decoder, indexer: IndexerConfig, seed: int) -> De
     )
     extended.init_weights(seed, only=lambda name: _INDEXER in name)
     return extended
-
-
-def change_rope(
-    model: Decoder, *, theta: float | None = None, max_positions: int | None = None
-) -> Decoder:
-    """The model with another rotary base or more positions, as context extension needs.
-
-    Args:
-        model: not changed.
-        theta: new base; None keeps it. A larger one slows every rotation but the fastest.
-        max_positions: new limit; None keeps it.
-
-    Raises:
-        UserError: a value is not positive.
-    """
-    changes = {"rope_theta": theta, "max_positions": max_positions}
-    changes = {name: value for name, value in changes.items() if value is not None}
-    return _with_weights_of(model, replace(model.config, **changes))
 
 
 @torch.no_grad()

@@ -5,6 +5,7 @@ architecture. Names and shapes are checked for the whole checkpoint before the f
 """
 
 import json
+import re
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -23,13 +24,15 @@ from headrace.model.directory_swap import replaced_directory
 
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+MAX_SHARD_BYTES = 5 * 10**9
+"""Largest weights file written by default; a checkpoint that needs more is split."""
 _ALWAYS_FP32 = ("mlp.gate.weight", "e_score_correction_bias", "indexer.weights_proj.weight")
-_DERIVED = (
-    "rotary_emb.inv_freq",
-    # Copies inside multi-token prediction layers of the model's own embedding and output.
-    ".embed_tokens.weight",
-    ".shared_head.head.weight",
-)
+_DERIVED = ("rotary_emb.inv_freq",)
+_COPIES = {
+    ".embed_tokens.weight": "model.embed_tokens.weight",
+    ".shared_head.head.weight": "lm_head.weight",
+}
+"""What some writers repeat in prediction layers, by ending, and the weight it must equal."""
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -94,28 +97,32 @@ def save_checkpoint(
     *,
     dtype: torch.dtype | None = None,
     tokenizer_from: str | Path | None = None,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> None:
     """Write a Hugging Face directory that headrace and transformers load, replacing `path` at once.
+
+    Of weights that have to be converted or moved to the CPU, one file's worth is held at a time.
+    Routers, their selection biases and the indexers' head weights are stored as fp32 always.
 
     Args:
         model: weights are read as they are now.
         path: directory to create or replace as a whole.
         dtype: of the stored weights; None keeps each weight's own.
         tokenizer_from: directory whose tokenizer files are copied along; may be `path` itself.
+        max_shard_bytes: largest file; a model that needs more is written as several with an index.
+            A single tensor is never split.
 
     Raises:
         UserError: the directory cannot be written, or `tokenizer_from` has no tokenizer.
     """
     path = Path(path)
     config = {**model.config.to_hf(), "dtype": _name(dtype or model.embed.weight.dtype)}
-    tensors = {
-        name: view.to("cpu", _stored_dtype(name, view, dtype)).contiguous()
-        for name, view in model.hf_tensors().items()
-    }
     with checkpoint_directory(path) as draft:
         if tokenizer_from is not None:
             copy_tokenizer(Path(tokenizer_from), draft)
-        write_weights(tensors, config, draft)
+        write_weights(
+            model.hf_tensors(), config, draft, dtype=dtype, max_shard_bytes=max_shard_bytes
+        )
 
 
 @contextmanager
@@ -133,17 +140,62 @@ def checkpoint_directory(path: Path) -> Iterator[Path]:
         ) from error
 
 
-def write_weights(tensors: Mapping[str, Tensor], config: Mapping[str, Any], path: Path) -> None:
-    """Write config.json and model.safetensors into an existing directory.
+def write_weights(
+    tensors: Mapping[str, Tensor],
+    config: Mapping[str, Any],
+    path: Path,
+    *,
+    dtype: torch.dtype | None = None,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+) -> None:
+    """Write config.json and the weights, in one file or several, into an existing directory.
+
+    Args:
+        tensors: by Hugging Face name; any device.
+        config: contents of config.json.
+        path: the directory.
+        dtype, max_shard_bytes: as for `save_checkpoint`.
 
     Raises:
         OSError, SafetensorError: the files cannot be written.
     """
-    config_file, weights_file = path / "config.json", path / WEIGHTS_FILE
+    config_file = path / "config.json"
     config_file.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    save_file(dict(tensors), weights_file, metadata={"format": "pt"})
-    # safetensors makes its file private whatever the umask says; readers may be other users.
-    weights_file.chmod(config_file.stat().st_mode & 0o777)
+    # safetensors makes its files private whatever the umask says; readers may be other users.
+    mode = config_file.stat().st_mode & 0o777
+    sizes = {
+        name: tensor.numel() * _stored_dtype(name, tensor, dtype).itemsize
+        for name, tensor in tensors.items()
+    }
+    shards = _split(sizes, max_shard_bytes)
+    files = [WEIGHTS_FILE]
+    if len(shards) > 1:
+        files = [f"model-{n:05}-of-{len(shards):05}.safetensors" for n in range(1, len(shards) + 1)]
+        weight_map = {
+            name: file for file, names in zip(files, shards, strict=True) for name in names
+        }
+        index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}
+        (path / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+    for file, names in zip(files, shards, strict=True):
+        stored = {
+            name: tensors[name].to("cpu", _stored_dtype(name, tensors[name], dtype)).contiguous()
+            for name in names
+        }
+        save_file(stored, path / file, metadata={"format": "pt"})
+        (path / file).chmod(mode)
+
+
+def _split(sizes: Mapping[str, int], limit: int) -> list[list[str]]:
+    """Names in order, in groups of at most `limit` bytes; one that is larger stands alone."""
+    groups: list[list[str]] = [[]]
+    held = 0
+    for name, size in sizes.items():
+        if groups[-1] and held + size > limit:
+            groups.append([])
+            held = 0
+        groups[-1].append(name)
+        held += size
+    return groups
 
 
 def copy_tokenizer(source: Path, target: Path) -> None:
@@ -172,7 +224,8 @@ def _copy_weights(model: Decoder, path: Path) -> None:
         for file in _weight_files(path):
             opened = stack.enter_context(_open(file))
             sources |= dict.fromkeys(opened.keys(), opened)
-        _check_names(path, set(sources), set(targets), tied=model.config.tie_embeddings)
+        _check_names(path, set(sources), set(targets), model.config)
+        _check_copies(path, sources)
         for name, target in targets.items():
             shape = tuple(sources[name].get_slice(name).get_shape())
             if shape != tuple(target.shape):
@@ -216,18 +269,56 @@ def _open(file: Path) -> Iterator[Any]:
         ) from error
 
 
-def _check_names(path: Path, found: set[str], wanted: set[str], *, tied: bool) -> None:
+def _check_names(path: Path, found: set[str], wanted: set[str], config: ModelConfig) -> None:
     # Some writers also store what is derived or held once elsewhere.
-    extra = {name for name in found - wanted if not name.endswith(_DERIVED)}
-    if tied:
+    extra = {name for name in found - wanted if not name.endswith((*_DERIVED, *_COPIES))}
+    if config.tie_embeddings:
         extra.discard("lm_head.weight")
-    for problem, names in (("lacks", wanted - found), ("has the unexpected", extra)):
-        if names:
-            first = min(names)
-            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+    lacking = wanted - found
+    count = 0 if config.mtp is None else config.mtp.stored_layers
+    predicting = f"num_nextn_predict_layers = {count}"
+    for problem, names, remedy in (
+        ("lacks", lacking, "weights and config.json do not belong together"),
+        ("has the unexpected", extra, "weights and config.json do not belong together"),
+    ):
+        if not names:
+            continue
+        if all(_layer(name) >= config.num_layers for name in names):
+            # transformers neither loads nor saves prediction layers.
+            remedy = (
+                f"config.json promises prediction layers ({predicting}) that are not there: take "
+                "the original checkpoint, or set that field to 0 to go on without them"
+                if names is lacking
+                else f"config.json has {predicting} and the file more prediction layers: set that "
+                "field to their number"
+            )
+        first = min(names)
+        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+        raise UserError(f"checkpoint {path}: {problem} weight {first}{more}; {remedy}")
+
+
+def _layer(name: str) -> int:
+    """Index of the layer a Hugging Face weight belongs to; -1 for none."""
+    match = re.match(r"model\.layers\.(\d+)\.", name)
+    return int(match[1]) if match else -1
+
+
+def _check_copies(path: Path, sources: Mapping[str, Any]) -> None:
+    """Raises UserError when a prediction layer has an embedding or output of its own.
+
+    There is no place to put it, and dropping it would change what the layer predicts.
+    """
+    for name, source in sources.items():
+        original = next((o for ending, o in _COPIES.items() if name.endswith(ending)), name)
+        if original not in sources:
+            # With tied embeddings the output projection is not stored.
+            original = "model.embed_tokens.weight"
+        if original == name:
+            continue
+        if not torch.equal(source.get_tensor(name), sources[original].get_tensor(original)):
             raise UserError(
-                f"checkpoint {path}: {problem} weight {first}{more}; "
-                "weights and config.json do not belong together"
+                f"checkpoint {path}: {name} differs from {original}; prediction layers with an "
+                "embedding or output of their own are not supported: use another checkpoint"
             )
 
 

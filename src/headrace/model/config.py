@@ -263,6 +263,11 @@ class ModelConfig:
                 f"model config: indexer.shared has {len(indexer.shared)} entries for "
                 f"{self.num_layers} layers; give one per layer or none"
             )
+        if indexer is not None and any(indexer.shared) and not indexer.rope_interleaved:
+            raise UserError(
+                "model config: indexer.shared with rope_interleaved = False: deepseek_v32 "
+                "checkpoints have an indexer in every layer; leave shared empty"
+            )
         if moe is not None and moe.leading_dense >= self.num_layers:
             raise UserError(
                 f"model config: moe.leading_dense = {moe.leading_dense} leaves no layer of "

@@ -164,7 +164,8 @@ def _read_latent(data: Mapping[str, Any], family: str, num_layers: int) -> dict[
 
 
 def _read_indexer(data: Mapping[str, Any], family: str, num_layers: int) -> IndexerConfig:
-    kinds = data.get("indexer_types")
+    # In deepseek_v32 every layer has an indexer, whatever such fields say.
+    kinds = data.get("indexer_types") if family == "glm_moe_dsa" else ["full"] * num_layers
     if kinds is None and (pattern := data.get("index_topk_pattern")) is not None:
         kinds = [{"F": "full", "S": "shared"}.get(kind, kind) for kind in pattern]
     if kinds is None:
@@ -178,6 +179,11 @@ def _read_indexer(data: Mapping[str, Any], family: str, num_layers: int) -> Inde
     if unknown:
         raise UserError(
             f"config.json: indexer_types has {unknown[0]!r}; each entry is 'full' or 'shared'"
+        )
+    if len(kinds) < num_layers:
+        raise UserError(
+            f"config.json: indexer_types has {len(kinds)} entries for {num_layers} layers; "
+            "give one per layer"
         )
     shared = tuple(kind == "shared" for kind in kinds[:num_layers])
     return IndexerConfig(
