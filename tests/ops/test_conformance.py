@@ -187,6 +187,10 @@ def test_what_raises_has_failed_with_its_reason():
     assert report.checks[0].note == "RuntimeError: no such kernel"
 
 
+def test_an_op_that_nobody_checks_has_not_passed():
+    assert failures("new_op", lambda x: x) == {"has checks"}
+
+
 def printed(report):
     console = Console(width=100)
     with console.capture() as capture:

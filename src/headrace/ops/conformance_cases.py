@@ -157,12 +157,70 @@ def linear_cross_entropy(generator: torch.Generator) -> list[Case]:
     return cases
 
 
+def rms_norm(generator: torch.Generator) -> list[Case]:
+    """Odd widths, more dimensions, very small and very large rows, no rows."""
+    cases = []
+    for name, shape in {
+        "odd width": (5, 7),
+        "more dimensions": (2, 3, 4, 64),
+        "wide": (3, 1000),
+        "no rows": (0, 16),
+    }.items():
+        x = _normal(generator, *shape)
+        weight = 1 + 0.1 * _normal(generator, shape[-1])
+        cases.append(Case(name, {"x": x, "weight": weight}, (1e-5,)))
+    # Each magnitude is a case: the error is measured against the largest element.
+    for name, factor in {"small": 1e-4, "large": 1e4}.items():
+        tensors = {"x": _normal(generator, 6, 32) * factor, "weight": torch.ones(32)}
+        cases.append(Case(name, tensors, (1e-6,)))
+    return cases
+
+
+def swiglu(generator: torch.Generator) -> list[Case]:
+    """Odd widths, more dimensions, saturated gates, no rows."""
+    cases = [
+        Case(name, {"gate_up": _normal(generator, *shape)})
+        for name, shape in {
+            "odd width": (5, 14),
+            "more dimensions": (2, 3, 128),
+            "no rows": (0, 16),
+        }.items()
+    ]
+    saturated = torch.tensor([[-200.0, -30.0, 0.0, 30.0, 200.0] * 2])
+    return [*cases, Case("saturated", {"gate_up": saturated})]
+
+
+def rotate(generator: torch.Generator) -> list[Case]:
+    """Both pairings, tables of one row and of every row."""
+    cases = []
+    for interleaved in (False, True):
+        for batch, tables, tokens, heads, width in (
+            (1, 1, 7, 3, 6),
+            (3, 3, 5, 2, 32),
+            (2, 1, 4, 1, 10),
+        ):
+            angles = 6 * torch.rand(tables, tokens, 1, width // 2, generator=generator)
+            cos, sin = angles.cos(), angles.sin()
+            if interleaved:
+                cos, sin = cos.repeat_interleave(2, -1), torch.stack((-sin, sin), -1).flatten(-2)
+            else:
+                cos, sin = torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
+            pairs = "neighbours" if interleaved else "halves"
+            name = f"{pairs}, {batch} rows, {tables} of tables"
+            x = _normal(generator, batch, tokens, heads, width)
+            cases.append(Case(name, {"x": x}, (cos, sin), {"interleaved": interleaved}))
+    return cases
+
+
 CASES: dict[str, Callable[[torch.Generator], list[Case]]] = {
     "dense_attention": dense_attention,
     "grouped_matmul": grouped_matmul,
     "indexer_scores": indexer_scores,
     "linear_cross_entropy": linear_cross_entropy,
+    "rms_norm": rms_norm,
+    "rotate": rotate,
     "sparse_latent_attention": sparse_latent_attention,
+    "swiglu": swiglu,
 }
 """Cases of every differentiable op."""
 
@@ -194,4 +252,14 @@ def timing_cases(generator: torch.Generator) -> dict[str, Case]:
         ),
         "grouped_matmul": Case("timing", experts, ([64] * 8,)),
         "linear_cross_entropy": Case("timing", head, (torch.arange(256),)),
+        "rms_norm": Case(
+            "timing", {"x": _normal(generator, 512, 512), "weight": torch.ones(512)}, (1e-6,)
+        ),
+        "rotate": Case(
+            "timing",
+            {"x": _normal(generator, 1, 512, 8, 64)},
+            (torch.ones(1, 512, 1, 64), torch.zeros(1, 512, 1, 64)),
+            {"interleaved": False},
+        ),
+        "swiglu": Case("timing", {"gate_up": _normal(generator, 512, 1024)}),
     }
