@@ -1,24 +1,29 @@
 """Runs to look at: one complete run, made once and copied, and a maker for others."""
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from synthetic_language import make_language_run
 from synthetic_run import START, RunMaker
 
 from headrace.observe import metrics
 
 
-def _maker(patch: pytest.MonkeyPatch) -> RunMaker:
-    """A maker whose metrics carry its synthetic clock."""
+def _clock(patch: pytest.MonkeyPatch) -> Callable[[float], None]:
+    """Sets the time that metrics carry."""
     now = [START]
     patch.setattr(metrics.time, "time", lambda: now[0])
 
     def set_clock(value: float) -> None:
         now[0] = value
 
-    return RunMaker(set_clock)
+    return set_clock
+
+
+def _maker(patch: pytest.MonkeyPatch) -> RunMaker:
+    return RunMaker(_clock(patch))
 
 
 @pytest.fixture
@@ -39,3 +44,15 @@ def finished_run_template(tmp_path_factory: pytest.TempPathFactory) -> Iterator[
 def finished_run(finished_run_template: Path, tmp_path: Path) -> Path:
     """A complete small run, free to be damaged."""
     return Path(shutil.copytree(finished_run_template, tmp_path / "quickstart-7"))
+
+
+@pytest.fixture
+def language_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """A complete run of language-model stages, without rollouts."""
+    return make_language_run(tmp_path / "base-3", _clock(monkeypatch))
+
+
+@pytest.fixture
+def metrics_clock(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
+    """Sets the time that metrics carry."""
+    return _clock(monkeypatch)

@@ -4,6 +4,7 @@ It only shows what it is told; it reads no files and knows no rooms. Frames are 
 thread once a second, so the loop that reports pays only for storing a number.
 """
 
+import math
 import threading
 import time
 from collections import deque
@@ -33,7 +34,7 @@ from headrace.observe.units import (
 
 _HISTORY = 4096
 """Rows kept for the curve; older ones are thinned, so memory stays bounded on long runs."""
-_MEASURED_STAGES = 3
+_MEASURED_STAGES = 2
 """Stages whose measurements the view shows, the newest."""
 
 
@@ -167,7 +168,8 @@ class LiveView:
             target.skipped += metrics.get("skipped", 0.0)
             target.latest.update(metrics)
             value = metrics.get("reward_mean" if target.kind == "agentic_rl" else "loss")
-            if value is not None:
+            # A skipped step may have had a loss that is no number.
+            if value is not None and math.isfinite(value):
                 target.curve.append(value)
                 if len(target.curve) > _HISTORY:
                     target.curve = target.curve[::2]
@@ -352,10 +354,11 @@ def _measured_table(measured: Mapping[str, Sequence[Measurement]]) -> Table:
         line = Text()
         length = 0
         for one in found:
-            line.append(" · " if line else "")
-            if one.kind is Measure.RETRIEVAL and one.length != length:
-                line.append(f"retrieval {count(one.length)} tokens ")
-                length = one.length
+            same = one.kind is Measure.RETRIEVAL and one.length == length
+            line.append(", " if same else " · " if line else "")
+            if one.kind is Measure.RETRIEVAL and not same:
+                line.append(f"retrieval {count(one.length)}: ")
+            length = one.length
             line.append(f"{one.short_task} ")
             line.append(one.words, style="bold green")
         table.add_row(after_words(stage), line)
@@ -419,7 +422,7 @@ def _plain_numbers(stage: _Stage) -> list[str]:
     m = stage.latest
     parts = [f"{_steps(stage).removesuffix(' · ')}"] if stage.step else []
     if stage.kind != "agentic_rl":
-        skipped = [f"{count(stage.skipped)} steps skipped"] if stage.skipped else []
+        skipped = [f"skipped {count(stage.skipped)}"] if stage.skipped else []
         return parts + supervised_numbers(stage.kind, m) + skipped
     shown = (
         ("reward", "reward_mean", short),

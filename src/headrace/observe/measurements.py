@@ -4,6 +4,7 @@ The records are summary.json's; this reads them as typed values, in one order, s
 `headrace show` and the live view say the same. Total: odd records become odd text, never an error.
 """
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from enum import Enum
 from typing import Any
@@ -54,7 +55,9 @@ class Measurement(msgspec.Struct, frozen=True):
 
     @property
     def words(self) -> str:
-        """The value: "3.770", "81.3%"."""
+        """The value: "3.770", "81.3%"; "–" for a model that gives no numbers any more."""
+        if not math.isfinite(self.value):
+            return "–"
         return percent(self.value) if self.bounds is not None else f"{self.value:.3f}"
 
     @property

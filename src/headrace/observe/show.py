@@ -172,7 +172,7 @@ def _print_stages(run: Run, console: Console) -> None:
         else:
             words = ", ".join(supervised_numbers(kind, newest, brief=True))
             skipped = sum(row.metrics.get("skipped", 0.0) for row in rows)
-            words += f", {count(skipped)} steps skipped" if skipped else ""
+            words += f", skipped {count(skipped)}" if skipped else ""
         table.add_row(
             Text(str(stage["name"])),
             Text(kind),

@@ -1,5 +1,6 @@
 """What a language-model run came to: bits per byte, retrieval and chat format, by stage."""
 
+import math
 from collections.abc import Mapping, Sequence
 from html import escape
 
@@ -95,9 +96,11 @@ def _cell(one: Measurement | None) -> Cell:
 
 def _bits_charts(found: MeasurementTable) -> list[str]:
     rows = found.of_kind(Measure.BITS)
-    if not rows or len(rows[0]) < 2:
+    if not rows:
         return []
-    stages = [s for s in found.stages if s in rows[0]]
+    stages = [s for s in found.stages if s in rows[0] and math.isfinite(rows[0][s].value)]
+    if len(stages) < 2:
+        return []
     points = [(float(i), rows[0][stage].value) for i, stage in enumerate(stages)]
     return [
         line_chart(
