@@ -33,6 +33,8 @@ _CONVERSATIONS = 1000
 _LEAST_FACT_TOKENS = 8
 """Fewer tokens than any tokenizer here needs for a hidden fact, or for the question about one."""
 _LEAST_TEXT_CONTEXT = 8
+_PARTS = ("latent", "indexer", "moe", "mtp")
+"""Fields of a model's shape that are tables."""
 
 
 def check_recipe(recipe: Recipe) -> None:
@@ -51,8 +53,8 @@ def check_recipe(recipe: Recipe) -> None:
     if recipe.measure is not None:
         _check_measure(recipe, recipe.measure, positions)
     for stage in recipe.stages:
-        if isinstance(stage, SftStage) and stage.conversations not in (None, "builtin"):
-            _check_conversations(stage, str(stage.conversations))
+        if isinstance(stage, SftStage) and stage.conversations is not None:
+            _check_conversations(recipe, stage, stage.conversations)
 
 
 def new_config(model: ModelTable, vocab_size: int) -> ModelConfig:
@@ -62,6 +64,12 @@ def new_config(model: ModelTable, vocab_size: int) -> ModelConfig:
         UserError: unknown preset or field, or values that do not fit each other.
     """
     shape = shape_of(model)
+    for part in _PARTS:
+        value = shape.get("overrides", {}).get(part)
+        if value is not None and not isinstance(value, dict):
+            raise UserError(
+                f'model.overrides.{part} = {value!r}; write a table of its fields, or "none"'
+            )
     try:
         if "preset" in shape:
             return preset(shape["preset"], vocab_size, **shape["overrides"])
@@ -208,9 +216,17 @@ def _check_measure(recipe: Recipe, table: MeasureTable, positions: int | None) -
                 _check_room(length, keys)
 
 
-def _check_conversations(stage: SftStage, path: str) -> None:
+def _check_conversations(recipe: Recipe, stage: SftStage, path: str) -> None:
     from headrace.data.chat import read_conversations
 
+    if path == "builtin":
+        formats = (recipe.model.renderer, recipe.tokenizer and recipe.tokenizer.format)
+        if formats in (("auto", "compact"), ("compact", "compact")):
+            raise UserError(
+                f"stages.{stage.name}.conversations: built-in ones hold thinking, which the "
+                'compact format cannot; set tokenizer.format = "glm-5"'
+            )
+        return
     with _named(f"stages.{stage.name}.conversations"):
         rows = islice(read_conversations(path, ThinkingMode(stage.thinking)), _CONVERSATIONS)
         if sum(1 for _ in rows) == 0:
