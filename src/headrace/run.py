@@ -49,6 +49,7 @@ from headrace.tasks.types import TaskInstance, TaskService
 START = "start"
 """Label of the model before the first stage."""
 _MEASURED = "measured"
+_SECONDS = "seconds:run"
 
 
 def plan(recipe: Recipe) -> list[str]:
@@ -145,6 +146,7 @@ class _Run:
         self.resume = resume
         self.no_isolation = no_isolation
         self.started = time.monotonic()
+        self.before_s = 0.0
         self.cluster = LocalCluster()
         self.evaluations: list[dict[str, Any]] = []
         self.measured: list[dict[str, Any]] = []
@@ -178,6 +180,7 @@ class _Run:
                 for e in self.ledger.evaluations()
             ]
             self.measured = self.ledger.get_state(_MEASURED, [])
+            self.before_s = float(self.ledger.get_state(_SECONDS, 0.0))
             self.ledger.recover(EVALUATION_STAGE)
             self._summarise("running")
             status = "failed"
@@ -303,7 +306,7 @@ class _Run:
         values = {record["task"]: record["value"] for record in records}
         self.metrics.log(f"measure {label}", 0, values)
         for record in records:
-            self.view.message(f"{label}: {record['task']} {record['text']}")
+            self.view.measurement(record)
         self.view.stage_finished()
         self._summarise("running")
 
@@ -369,7 +372,9 @@ class _Run:
         self.view.metrics(stage, step, metrics)
 
     def _summarise(self, status: str) -> None:
-        """Rewrite summary.json."""
+        """Rewrite summary.json. Seconds of earlier processes of a resumed run count."""
+        wall_s = self.before_s + time.monotonic() - self.started
+        self.ledger.put_state(_SECONDS, wall_s)
         laws = {}
         if status != "running":
             laws = {
@@ -383,7 +388,7 @@ class _Run:
                 "seed": self.recipe.seed,
                 "status": status,
                 "ended": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-                "wall_s": time.monotonic() - self.started,
+                "wall_s": wall_s,
                 "machine": describe_machine(),
                 "stages": [
                     {"name": s.name, "wall_s": s.seconds, "result": s.result} for s in stages
