@@ -30,9 +30,10 @@ def test_named_paths_exist():
             assert (ROOT / path).exists(), f"{page.name} names {path}"
 
 
-def test_the_sandbox_example_prints_what_it_says(capsys):
-    (code,) = python_blocks("sandbox.md")
-    exec(compile(code, "sandbox.md", "exec"), {"__name__": "example"})
+@pytest.mark.parametrize("page", ["sandbox.md", "model.md"])
+def test_the_example_prints_what_it_says(page, capsys):
+    (code,) = python_blocks(page)
+    exec(compile(code, page, "exec"), {"__name__": "example"})
     said = re.findall(r"# (.+)$", code, re.MULTILINE)
     assert capsys.readouterr().out.splitlines() == [line.replace("\\n", "\\n") for line in said]
 

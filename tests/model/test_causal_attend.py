@@ -158,3 +158,24 @@ def test_bf16_trains_and_keeps_what_decides_in_fp32(mode: Mode, half: str) -> No
         else:
             assert parameter.grad is not None, name
             assert parameter.grad.isfinite().all(), name
+
+
+def test_the_indexers_objective_reaches_the_indexers_alone() -> None:
+    model = Decoder(preset("glm5-tiny", 61, max_positions=64))
+    model.init_weights(0)
+    ids = torch.randint(0, 61, (1, 20), generator=torch.Generator().manual_seed(0))
+    queries: list[IndexQuery] = []
+
+    class Keep(SelectionTrace):
+        def dense(
+            self, layer: int, index: IndexQuery, q: Tensor, k: Tensor, layout: Layout, scale: float
+        ) -> None:
+            queries.append(index)
+
+    attend = CausalAttend(mode="dense", trace=Keep())
+    hidden = model(ids, attend=attend)
+    model.mtp_forward(0, hidden, ids, attend=attend)
+    assert len(queries) == model.config.num_layers + 1
+    torch.stack([x.square().sum() for index in queries for x in index]).sum().backward()
+    for name, parameter in model.named_parameters():
+        assert (parameter.grad is not None) == (".indexer." in name), name
