@@ -1,6 +1,9 @@
 """Mistakes in language recipes: one line and exit code 2 before anything starts."""
 
 import json
+import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -281,12 +284,17 @@ def test_none_leaves_a_part_of_a_preset_out():
 
 
 def test_dry_run_needs_no_torch(folder):
-    import subprocess
-    import sys
-
     write_recipe(folder, [PRETRAIN, WARMUP], model=DENSE)
     script = (
         "import sys; from headrace.cli import main; code = main(['run', 'r.toml', '--dry-run']);"
         "assert code == 0, code; assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", script], check=True, timeout=120)
+
+
+def test_the_documented_example_passes(folder, capsys):
+    page = Path(__file__).parents[2] / "docs" / "stages.md"
+    (example,) = re.findall(r"```toml\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
+    (folder / "r.toml").write_text(example)
+    assert cli.main(["run", "r.toml", "--dry-run"]) == 0
+    assert "stage chat: sft on builtin conversations" in capsys.readouterr().out
