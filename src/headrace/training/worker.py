@@ -22,6 +22,7 @@ from headrace.model.config import IndexerConfig, ModelConfig
 from headrace.model.decoder import Decoder
 from headrace.model.presets import preset
 from headrace.tokens.tokenizer import load_tokenizer
+from headrace.training.allocator import keep_freed_memory
 from headrace.training.batch import Sample
 from headrace.training.checkpointing import load_state, read_extra, save_state
 from headrace.training.forward import LossConfig
@@ -57,6 +58,7 @@ class TrainerWorker:
 
     def run(self) -> None:
         """Serve until the parent hangs up."""
+        keep_freed_memory()
         with self._resources:
             self._serve()
 
