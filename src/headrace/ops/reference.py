@@ -57,7 +57,7 @@ def indexer_scores(q: Tensor, weights: Tensor, k: Tensor, indices: Tensor) -> Te
     """See `headrace.ops.indexer_scores`."""
 
     def score(q: Tensor, weights: Tensor, indices: Tensor) -> Tensor:
-        keys = _wide(k)[indices.clamp(min=0).long()]
+        keys = _rows_at(_wide(k), indices)
         products = torch.einsum("shd,skd->shk", _wide(q), keys).relu()
         scores = torch.einsum("shk,sh->sk", products, weights.to(products.dtype))
         return scores.masked_fill(indices < 0, float("-inf"))
@@ -79,7 +79,7 @@ def sparse_latent_attention(
     """See `headrace.ops.sparse_latent_attention`."""
 
     def attend(q: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
-        rows = _wide(kv)[indices.clamp(min=0).long()]
+        rows = _rows_at(_wide(kv), indices)
         scores = torch.einsum("shc,skc->shk", _wide(q), rows) * scale
         probabilities = _masked_softmax(scores, (indices >= 0)[:, None])
         out = torch.einsum("shk,skv->shv", probabilities, rows[..., :value_dim])
@@ -138,6 +138,16 @@ def linear_cross_entropy(
 
     parts = _by_rows(score, weight.shape[0], hidden, targets, limit=chunk_elements)
     return torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts])
+
+
+def _rows_at(rows: Tensor, indices: Tensor) -> Tensor:
+    """[S, K, C]: the rows [T, C] at `indices` [S, K]; any row where the index is -1.
+
+    `rows[indices]` would say the same, but its backward adds up in an order that changes from run
+    to run when there are several threads.
+    """
+    flat = rows.index_select(0, indices.clamp(min=0).flatten())
+    return flat.unflatten(0, indices.shape)
 
 
 def _wide(x: Tensor) -> Tensor:
