@@ -118,7 +118,7 @@ def test_the_measuring_process_serves_a_checkpoint(tokenizer, model, tmp_path):
     text = worker._do_text(corpus, context=4096, max_bytes=60)
     assert 0 < text["text_bytes"] <= 60
     assert text["bits_per_byte"] > 0
-    found = worker._do_retrieval(length=80, keys=1, examples=2, seed=0)
+    found = worker._do_retrieval(length=80, keys=1, examples=2, seed=0, letters=2, digits=3)
     assert (found["length"], found["examples"]) == (80, 2)
     report = worker._do_format("auto", examples=2, max_context=100_000, max_tokens=2)
     assert report["count"] == 2

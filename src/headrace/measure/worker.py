@@ -80,10 +80,12 @@ class MeasureWorker:
         )
         return score._asdict()
 
-    def _do_retrieval(self, length: int, keys: int, examples: int, seed: int) -> dict[str, Any]:
+    def _do_retrieval(
+        self, length: int, keys: int, examples: int, seed: int, letters: int, digits: int
+    ) -> dict[str, Any]:
         """Retrieval accuracy at one length and number of keys."""
         model, tokenizer = self._loaded
-        writer = RetrievalWriter(tokenizer)
+        writer = RetrievalWriter(tokenizer, key_letters=letters, value_digits=digits)
         score = retrieval_accuracy(
             model,
             writer,

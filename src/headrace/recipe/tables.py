@@ -115,7 +115,15 @@ class CorpusTable(Table):
     keys: tuple[Positive, Positive] = (1, 4)
     """Least and most facts of a "retrieval" document."""
     answer_weight: Annotated[float, Field(ge=0.0)] = 1.0
-    """Loss weight of answers in "retrieval" and of the change in "commits"; the rest has 1."""
+    """Loss weight of answers in "retrieval" and of the change in "commits"."""
+    context_weight: Annotated[float, Field(ge=0.0)] = 1.0
+    """Loss weight of everything else in a "retrieval" document."""
+    queries: Positive = 1
+    """Questions at the end of a "retrieval" document, at most one per fact."""
+    key_letters: Annotated[int, Field(ge=2, le=8)] = 3
+    """Letters of a key in a "retrieval" document."""
+    value_digits: Annotated[int, Field(ge=1, le=8)] = 4
+    """Digits of its value."""
 
 
 class ClusterTable(Table):
@@ -195,6 +203,10 @@ class MeasureTable(Table):
     """Contexts, in tokens, at which hidden facts are asked for."""
     retrieval_keys: tuple[Positive, ...] = (1, 4)
     """Facts hidden in each context; one of them is asked for."""
+    retrieval_letters: Annotated[int, Field(ge=2, le=8)] = 3
+    """Letters of a fact's key."""
+    retrieval_digits: Annotated[int, Field(ge=1, le=8)] = 4
+    """Digits of its value; a guess is right once in 10 to the power of this."""
     retrieval_examples: Positive = 40
     """Examples per length and number of keys."""
     format_examples: Annotated[int, Field(ge=0)] = 0

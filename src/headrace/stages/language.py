@@ -258,7 +258,7 @@ def source_spec(table: CorpusTable, weight: float, sequence: int) -> SourceSpec:
     tokens = max(min(table.tokens or sequence, sequence), 64)
     # Framing tokens take some of the row, and facts need room in the shortest document.
     most = tokens - 8
-    least = min(most, max(tokens // 4, 32 + 20 * table.keys[1]))
+    least = min(most, max(tokens // 4, 32 + 20 * (table.keys[1] + table.queries)))
     return SourceSpec(
         corpus=corpus_spec(table),
         weight=weight,
@@ -268,7 +268,15 @@ def source_spec(table: CorpusTable, weight: float, sequence: int) -> SourceSpec:
         count=table.count,
         min_tokens=table.min_tokens,
         diff_weight=table.answer_weight,
-        retrieval=RetrievalSpec((least, most), table.keys, answer_weight=table.answer_weight),
+        retrieval=RetrievalSpec(
+            tokens=(least, most),
+            keys=table.keys,
+            queries=table.queries,
+            answer_weight=table.answer_weight,
+            context_weight=table.context_weight,
+            key_letters=table.key_letters,
+            value_digits=table.value_digits,
+        ),
     )
 
 

@@ -94,6 +94,8 @@ def _plan(
                     "keys": keys,
                     "examples": table.retrieval_examples,
                     "seed": 0,
+                    "letters": table.retrieval_letters,
+                    "digits": table.retrieval_digits,
                 }
                 plan.append(("retrieval", payload))
     if chat and table.format_examples:
