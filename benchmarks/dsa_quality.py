@@ -47,7 +47,7 @@ from headrace.training.supervised import Budget
 from headrace.training.trainer import OptimizerConfig, Trainer
 
 VARIANTS = ("dense", "untrained", "warmup", "adapted", "continued")
-ANSWER_WEIGHT, CONTEXT_WEIGHT = 5.0, 0.1
+ANSWER_WEIGHT, CONTEXT_WEIGHT = 10.0, 0.02
 """Of retrieval documents: almost only their answers can be learned from."""
 FACT_TOKENS = 18
 """At least a fact's or a question's tokens, with a tokenizer that knows their words."""
@@ -318,19 +318,19 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--documents-tokens", type=int, help="of retrieval documents, per length")
     parser.add_argument("--examples", type=int, help="per length and number of facts")
     parser.add_argument("--held-out-bytes", type=int)
-    parser.add_argument("--hidden", type=int, default=64)
-    parser.add_argument("--layers", type=int, default=2)
+    parser.add_argument("--hidden", type=int, default=96)
+    parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--vocabulary", type=int, default=512)
     parser.add_argument("--index-heads", type=int, default=4)
     parser.add_argument("--index-dim", type=int, default=32)
-    parser.add_argument("--learning-rate", type=float, default=1e-2)
+    parser.add_argument("--learning-rate", type=float, default=2e-2)
     parser.add_argument("--warmup-rate", type=float, default=1e-2)
-    parser.add_argument("--adapt-rate", type=float, default=2e-3)
+    parser.add_argument("--adapt-rate", type=float, default=4e-3)
     parser.add_argument("--text-share", type=float, default=0.2)
     parser.add_argument("--letters", type=int, default=2, help="of a key")
-    parser.add_argument("--digits", type=int, default=3, help="of a value")
+    parser.add_argument("--digits", type=int, default=2, help="of a value")
     parser.add_argument("--keys", type=int, default=4, help="facts of a multi-key context")
-    parser.add_argument("--queries", type=int, default=4, help="of a training document")
+    parser.add_argument("--queries", type=int, default=6, help="of a training document")
     parser.add_argument("--threads", type=int, default=1, help="of each seed's process")
     parser.add_argument("--workers", type=int, default=len(os.sched_getaffinity(0)))
     arguments = parser.parse_args(argv)
