@@ -6,12 +6,12 @@ Source: Shazeer, GLU Variants Improve Transformer, arXiv 2002.05202, eq. 6.
 from collections.abc import Iterator
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from headrace.model.config import ModelConfig
 from headrace.model.linear import new_linear
 from headrace.model.step import Step
+from headrace.ops import swiglu
 
 
 class SwiGLU(nn.Module):
@@ -39,8 +39,7 @@ class SwiGLU(nn.Module):
 
     def forward(self, x: Tensor, step: Step) -> Tensor:
         """[B, T, D] -> [B, T, D]."""
-        gate, up = self.gate_up(x).chunk(2, dim=-1)
-        return self.down(F.silu(gate) * up)
+        return self.down(swiglu(self.gate_up(x)))
 
     def residual_outputs(self) -> Iterator[Tensor]:
         """Weights whose output is added to the residual stream (initialised smaller)."""

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from headrace.model.config import ModelConfig, MoeConfig
 from headrace.model.feed_forward import SwiGLU
 from headrace.model.step import Step
-from headrace.ops import grouped_matmul
+from headrace.ops import grouped_matmul, swiglu
 
 _SMALLEST_SUM = 1e-20
 
@@ -69,8 +69,8 @@ class Experts(nn.Module):
 
     def forward(self, x: Tensor, counts: Tensor) -> Tensor:
         """Rows x [N, D], sorted by expert, counts [E] of each -> [N, D]."""
-        gate, up = grouped_matmul(x, self.gate_up, counts).chunk(2, dim=-1)
-        return grouped_matmul(F.silu(gate) * up, self.down, counts)
+        gate_up = grouped_matmul(x, self.gate_up, counts)
+        return grouped_matmul(swiglu(gate_up), self.down, counts)
 
 
 class MixtureOfExperts(nn.Module):

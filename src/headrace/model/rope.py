@@ -1,7 +1,7 @@
-"""Rotary position embedding: tables once, then three tensor operations per layer.
+"""Rotary position embedding: tables once, then one operation per layer.
 
 Knows positions and head width, not layers or attention. The sign of the rotation lives in the sine
-table, so that rotating is `x * cos + partner(x) * sin` and `partner` only moves numbers about.
+table, so that rotating is `x * cos + partner(x) * sin` for either kind of pair.
 Source: Su et al., RoFormer, arXiv 2104.09864, eq. 34.
 """
 
@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from headrace import ops
 from headrace.model.config import ModelConfig
 
 
@@ -75,9 +76,5 @@ def inverse_frequencies(config: ModelConfig, *, device: torch.device | str | Non
 
 
 def rotate(x: Tensor, rotation: Rotation) -> Tensor:
-    """Rotate heads x [B, T, H, d] by their tokens' positions; same shape and dtype."""
-    if rotation.interleaved:
-        partner = x.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
-    else:
-        partner = x.roll(x.shape[-1] // 2, -1)
-    return torch.addcmul(x * rotation.cos, partner, rotation.sin)
+    """Rotate heads x [B, T, H, d] by their tokens' positions: same shape, the wider dtype."""
+    return ops.rotate(x, rotation.cos, rotation.sin, interleaved=rotation.interleaved)

@@ -1,17 +1,20 @@
-"""Ops with one contract each and several backends: attention, selection, experts, cross-entropy.
+"""Ops with one contract each and several backends, from attention to cross-entropy.
 
 Call the functions; `use("reference")` or HEADRACE_OPS=reference picks a backend, and
 `headrace doctor --ops` checks all of them on this machine.
 """
 
-from headrace.ops import cross_entropy, dense, grouped, reference, sparse
+from headrace.ops import cross_entropy, dense, elementwise, grouped, reference, sparse
 from headrace.ops.functions import (
     dense_attention,
     grouped_matmul,
     indexer_scores,
     linear_cross_entropy,
+    rms_norm,
+    rotate,
     select_topk,
     sparse_latent_attention,
+    swiglu,
 )
 from headrace.ops.layout import Layout
 from headrace.ops.registry import OpFallbackWarning, register, resolve, use
@@ -22,6 +25,7 @@ __all__ = [
     "cross_entropy",
     "dense",
     "dense_attention",
+    "elementwise",
     "grouped",
     "grouped_matmul",
     "indexer_scores",
@@ -29,8 +33,11 @@ __all__ = [
     "reference",
     "register",
     "resolve",
+    "rms_norm",
+    "rotate",
     "select_topk",
     "sparse",
     "sparse_latent_attention",
+    "swiglu",
     "use",
 ]

@@ -225,6 +225,82 @@ def linear_cross_entropy(
         )
 
 
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x / sqrt(mean(x^2) + eps) * weight, row by row; differentiable in x and weight.
+
+    Mean, root and products are in float32, rounded once.
+    Source: Zhang and Sennrich, Root Mean Square Layer Normalization, arXiv 1910.07467, eq. 4.
+
+    Args:
+        x: [..., D].
+        weight: [D], in float32 or x's dtype.
+        eps: added to the mean square.
+
+    Returns:
+        [..., D] in x's dtype.
+
+    Raises:
+        ValueError: shapes or dtypes do not fit.
+    """
+    if weight.dim() != 1 or x.dim() < 1 or x.shape[-1] != weight.shape[0]:
+        raise _misfit(x=x, weight=weight)
+    if weight.dtype != x.dtype and (x.dtype, weight.dtype) != (torch.bfloat16, torch.float32):
+        raise ValueError(f"weight is {weight.dtype}, must be float32 or {x.dtype} as x is")
+    _check_dtypes(x=x)
+    return _resolve("rms_norm", x)(x, weight, eps)
+
+
+def swiglu(gate_up: Tensor) -> Tensor:
+    """silu(gate) * up of two halves in one tensor, differentiable.
+
+    Source: Shazeer, GLU Variants Improve Transformer, arXiv 2002.05202, eq. 6.
+
+    Args:
+        gate_up: [..., 2 I], gates first.
+
+    Returns:
+        [..., I], same dtype.
+
+    Raises:
+        ValueError: an odd last dimension, or a dtype that does not fit.
+    """
+    if gate_up.dim() < 1 or gate_up.shape[-1] % 2:
+        raise _misfit(gate_up=gate_up)
+    _check_dtypes(gate_up=gate_up)
+    return _resolve("swiglu", gate_up)(gate_up)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool) -> Tensor:
+    """x * cos + partner(x) * sin: rotary position embedding of heads, differentiable in x.
+
+    Source: Su et al., RoFormer, arXiv 2104.09864, eq. 34.
+
+    Args:
+        x: [B, T, H, d], d even.
+        cos: [B or 1, T, 1, d].
+        sin: as cos, with the sign inside: opposite at the two elements of a pair.
+        interleaved: pairs are (2i, 2i + 1) instead of (i, i + d / 2).
+
+    Returns:
+        [B, T, H, d] in the wider dtype of x and the tables.
+
+    Raises:
+        ValueError: shapes or dtypes do not fit.
+    """
+    batch, tokens, _, width = x.shape if x.dim() == 4 else (0, 0, 0, 1)
+    table = cos.shape
+    if (
+        width % 2
+        or table != sin.shape
+        or table[1:] != (tokens, 1, width)
+        or table[0] not in (1, batch)
+    ):
+        raise _misfit(x=x, cos=cos, sin=sin)
+    _check_dtypes(x=x)
+    _check_dtypes(cos=cos, sin=sin)
+    return _resolve("rotate", x)(x, cos, sin, interleaved=interleaved)
+
+
 def _resolve(op: str, x: Tensor) -> Callable[..., Any]:
     if x.dtype == torch.float64:
         with REGISTRY.use(REFERENCE):

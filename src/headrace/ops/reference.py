@@ -140,6 +140,28 @@ def linear_cross_entropy(
     return torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts])
 
 
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """See `headrace.ops.rms_norm`."""
+    wide = _wide(x)
+    root = (wide.square().mean(dim=-1, keepdim=True) + eps).rsqrt()
+    return (wide * root * weight).to(x.dtype)
+
+
+def swiglu(gate_up: Tensor) -> Tensor:
+    """See `headrace.ops.swiglu`."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return torch.nn.functional.silu(gate) * up
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool) -> Tensor:
+    """See `headrace.ops.rotate`."""
+    if interleaved:
+        partner = x.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
+    else:
+        partner = x.roll(x.shape[-1] // 2, -1)
+    return torch.addcmul(x * cos, partner, sin)
+
+
 def _rows_at(rows: Tensor, indices: Tensor) -> Tensor:
     """[S, K, C]: the rows [T, C] at `indices` [S, K]; any row where the index is -1.
 
@@ -188,5 +210,8 @@ for _function in (
     dense_attention,
     grouped_matmul,
     linear_cross_entropy,
+    rms_norm,
+    swiglu,
+    rotate,
 ):
     register(_function.__name__, REFERENCE, _function, devices=(ANY_DEVICE,))

@@ -56,6 +56,7 @@ class Registry:
         self._backends: dict[str, dict[str, Backend]] = {}
         self._reasons: dict[tuple[str, str], str | None] = {}
         self._warned: set[tuple[str, str]] = set()
+        self._resolved: dict[tuple[str, str, str | None], Callable[..., Any]] = {}
         self._lock = threading.RLock()
         self._wanted: ContextVar[str | None] = ContextVar("headrace_ops_backend", default=None)
 
@@ -78,6 +79,7 @@ class Registry:
             if backend in known:
                 raise ValueError(f'op "{op}" has a backend "{backend}" already')
             known[backend] = Backend(op, backend, function, devices, available)
+            self._resolved.clear()
 
     def ops(self) -> list[str]:
         """Names of all ops."""
@@ -111,15 +113,21 @@ class Registry:
         Raises:
             UserError: the backend asked for does not exist, or nothing implements the op.
         """
-        candidates = self.backends(op, device_type)
         wanted = self.wanted()
-        if wanted is not None:
-            candidates.sort(key=lambda backend: backend.name != wanted)
-        for backend in candidates:
-            reason = self.reason(backend)
-            if reason is None:
-                return backend.function
-            self._warn(backend.name, reason)
+        # Small ops are called a hundred times per token: what was found once is found at once.
+        found = self._resolved.get((op, device_type, wanted))
+        if found is not None:
+            return found
+        with self._lock:
+            candidates = self.backends(op, device_type)
+            if wanted is not None:
+                candidates.sort(key=lambda backend: backend.name != wanted)
+            for backend in candidates:
+                reason = self.reason(backend)
+                if reason is None:
+                    self._resolved[op, device_type, wanted] = backend.function
+                    return backend.function
+                self._warn(backend.name, reason)
         raise UserError(f'op "{op}": no backend works on device type "{device_type}"')
 
     def wanted(self) -> str | None:
@@ -145,8 +153,10 @@ class Registry:
             self._wanted.reset(token)
 
     def _require_known(self, backend: str | None, source: str) -> None:
+        if backend is None:
+            return
         names = {name for known in self._backends.values() for name in known}
-        if backend is not None and backend not in names:
+        if backend not in names:
             choices = ", ".join(f'"{name}"' for name in sorted(names))
             raise UserError(f'{source}: unknown op backend "{backend}"; use one of {choices}')
 

@@ -15,7 +15,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from pathlib import Path
 
@@ -24,6 +24,7 @@ from torch import Tensor
 _FOLDER = Path(__file__).parent
 _SOURCES = (
     "dispatch.cpp",
+    "elementwise.cpp",
     "indexer.cpp",
     "latent.cpp",
     "latent_amx.cpp",
@@ -52,6 +53,11 @@ _SIGNATURES: dict[str, tuple[type, ...]] = {
     "headrace_latent_backward": (*(_POINTER,) * 6, *(_SIZE,) * 6, _FLOAT, *(_POINTER,) * 2),
     "headrace_indexer_forward": (*(_POINTER,) * 4, *(_SIZE,) * 5, _POINTER),
     "headrace_indexer_backward": (*(_POINTER,) * 5, *(_SIZE,) * 5, *(_POINTER,) * 3),
+    "headrace_rms_norm_forward": (*(_POINTER,) * 2, *(_SIZE,) * 5, _INT, _FLOAT, *(_POINTER,) * 2),
+    "headrace_rms_norm_backward": (*(_POINTER,) * 4, *(_SIZE,) * 5, _INT, *(_POINTER,) * 2),
+    "headrace_swiglu_forward": (_POINTER, _SIZE, _SIZE, _POINTER),
+    "headrace_swiglu_backward": (_POINTER, _POINTER, _SIZE, _SIZE, _POINTER),
+    "headrace_rotate": (*(_POINTER,) * 3, *(_SIZE,) * 7, *(_INT,) * 4, _POINTER),
 }
 _forced: ContextVar[int | None] = ContextVar("headrace_native_level", default=None)
 
@@ -99,14 +105,24 @@ def call(function: str, threads: int, bfloat16: bool, *arguments: Tensor | int |
         IndexError: an index or a range lies outside the rows it selects from.
         MemoryError: no memory for working space.
     """
-    library = _loaded()
+    entry, best = _entry(function)
     values = [a.data_ptr() if isinstance(a, Tensor) else a for a in arguments]
-    entry = getattr(library, f"headrace_{function}")
-    status = entry(_level(library), max(1, threads), int(bfloat16), *values)
+    forced = _forced.get()
+    level = best if forced is None else min(best, forced)
+    status = entry(level, max(1, threads), bfloat16, *values)
+    if status == 0:
+        return
     if status == 1:
         raise IndexError(f"{function}: an index lies outside the rows it selects from")
     if status == 2:
         raise MemoryError(f"{function}: no memory for working space")
+
+
+@functools.cache
+def _entry(function: str) -> tuple[Callable[..., int], int]:
+    """The function `headrace_<function>`, and the best level of this processor."""
+    library = _loaded()
+    return getattr(library, f"headrace_{function}"), library.headrace_level()
 
 
 def _level(library: ctypes.CDLL) -> int:

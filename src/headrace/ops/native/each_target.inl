@@ -40,12 +40,13 @@ namespace headrace::avx512 {
 #undef HR_NV
 #endif
 
-// HR_PICK(level, name): the function `name` of the best namespace not above `level`.
+// HR_PICK(level, name): the function `name`, which may hold commas, of the best namespace not above
+// `level`.
 #if HR_X86
-#define HR_PICK(level, name)                                  \
-  ((level) >= ::headrace::kAvx512 ? ::headrace::avx512::name  \
-   : (level) >= ::headrace::kAvx2 ? ::headrace::avx2::name    \
-                                  : ::headrace::portable::name)
+#define HR_PICK(level, ...)                                         \
+  ((level) >= ::headrace::kAvx512 ? ::headrace::avx512::__VA_ARGS__ \
+   : (level) >= ::headrace::kAvx2 ? ::headrace::avx2::__VA_ARGS__   \
+                                  : ::headrace::portable::__VA_ARGS__)
 #else
-#define HR_PICK(level, name) (::headrace::portable::name)
+#define HR_PICK(level, ...) (::headrace::portable::__VA_ARGS__)
 #endif
