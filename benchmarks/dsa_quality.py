@@ -51,8 +51,10 @@ ANSWER_WEIGHT, CONTEXT_WEIGHT = 10.0, 0.02
 """Of retrieval documents: almost only their answers can be learned from."""
 FACT_TOKENS = 18
 """At least a fact's or a question's tokens, with a tokenizer that knows their words."""
-PHASES = ((0.5, 8), (0.8, 4), (1.0, 1))
+PHASES = ((0.5, 12), (0.7, 8), (0.85, 4), (1.0, 1))
 """Of the base: (share of the steps at which it ends, divisor of the longest row)."""
+SHORTEST_ROW = 80
+"""Tokens that hold two facts and their questions."""
 
 
 class Score(NamedTuple):
@@ -129,7 +131,7 @@ class Experiment:
                 "base",
                 until - done,
                 arguments.learning_rate,
-                length=arguments.length // divisor,
+                length=row_length(arguments, divisor),
                 first=done,
                 total=arguments.steps,
             )
@@ -216,6 +218,11 @@ class Experiment:
         )
         self._seconds["scoring"] = self._seconds.get("scoring", 0.0) + time.perf_counter() - started
         return Score(accuracy, text.bits_per_byte)
+
+
+def row_length(arguments: argparse.Namespace, divisor: int) -> int:
+    """Tokens of a row in one phase of the base."""
+    return max(SHORTEST_ROW, arguments.length // divisor)
 
 
 def lengths(arguments: argparse.Namespace) -> tuple[int, ...]:
@@ -356,7 +363,7 @@ def measure(arguments: argparse.Namespace) -> list[Result]:
         cache = Path(folder)
         texts = sample_texts(open_corpus("builtin"), max_bytes=1 << 20)
         tokenizer = train_tokenizer([*texts, *FILLER, *retrieval_texts()], arguments.vocabulary)
-        for length in {arguments.length // divisor for _, divisor in PHASES}:
+        for length in {row_length(arguments, divisor) for _, divisor in PHASES}:
             for source in sources(arguments, length, "train"):
                 open_source(source, tokenizer, cache_dir=cache)
         with ProcessPoolExecutor(arguments.workers, get_context("spawn")) as pool:

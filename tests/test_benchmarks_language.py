@@ -80,7 +80,7 @@ def test_acceptance_metrics_pool_rounds_over_seeds() -> None:
 def test_retrieval_documents_fit_their_rows(flags: list[str]) -> None:
     arguments = dsa_quality.parse(flags)
     tokenizer = train_tokenizer([*dsa_quality.retrieval_texts(), *FILLER], 400)
-    lengths = {arguments.length // divisor for _, divisor in dsa_quality.PHASES}
+    lengths = {dsa_quality.row_length(arguments, divisor) for _, divisor in dsa_quality.PHASES}
     assert max(lengths) == max(dsa_quality.lengths(arguments)) > 2 * arguments.topk
     for length in lengths:
         text, retrieval = dsa_quality.sources(arguments, length, "train")
