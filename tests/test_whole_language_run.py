@@ -194,6 +194,11 @@ def weights(run_dir: Path, stage: str) -> dict[str, torch.Tensor]:
     return load_file(run_dir / "checkpoints" / stage / "model.safetensors")
 
 
+def losses(run_dir: Path, stage: str) -> list[float]:
+    rows = map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
+    return [row["metrics"]["loss"] for row in rows if row["stage"] == stage]
+
+
 def leftovers(root: Path) -> list[Path]:
     """Drafts and resumable checkpoints that no one needs any more."""
     found = [p for p in root.rglob(".*") if p.name != ".cache"]
@@ -311,11 +316,16 @@ def test_killed_in_every_stage_and_resumed_equals_uninterrupted_to_the_bit(folde
 @pytest.mark.slow
 def test_two_ranks_end_where_one_does(folder, whole):
     run_dir = folder.run(folder.recipe("ranks", ranks=2), folder.root / "ranks")
+    start = weights(whole, "start")
     for stage in STAGES:
         one, two = weights(whole, stage), weights(run_dir, stage)
         assert one.keys() == two.keys()
         for name in one:
-            torch.testing.assert_close(two[name], one[name], rtol=0, atol=1e-4, msg=name)
+            # Rounding is small beside how far training went. No bound on single weights: where a
+            # gradient is nothing but rounding, AdamW takes a whole step all the same.
+            moved = (one[name] - start.get(name, torch.zeros(()))).norm()
+            assert (two[name] - one[name]).norm() <= 0.02 * moved, (stage, name)
+        assert losses(run_dir, stage) == pytest.approx(losses(whole, stage), abs=1e-4)
     assert leftovers(run_dir) == []
 
 
