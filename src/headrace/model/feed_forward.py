@@ -11,7 +11,12 @@ from torch import Tensor, nn
 from headrace.model.config import ModelConfig
 from headrace.model.linear import new_linear
 from headrace.model.step import Step
-from headrace.ops import swiglu
+from headrace.ops import is_small, reference, swiglu
+
+
+def apply_gate(gate_up: Tensor) -> Tensor:
+    """silu(gate) * up: [..., 2 I] -> [..., I]."""
+    return reference.swiglu(gate_up) if is_small(gate_up) else swiglu(gate_up)
 
 
 class SwiGLU(nn.Module):
@@ -39,7 +44,7 @@ class SwiGLU(nn.Module):
 
     def forward(self, x: Tensor, step: Step) -> Tensor:
         """[B, T, D] -> [B, T, D]."""
-        return self.down(swiglu(self.gate_up(x)))
+        return self.down(apply_gate(self.gate_up(x)))
 
     def residual_outputs(self) -> Iterator[Tensor]:
         """Weights whose output is added to the residual stream (initialised smaller)."""

@@ -12,9 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from headrace.model.config import ModelConfig, MoeConfig
-from headrace.model.feed_forward import SwiGLU
+from headrace.model.feed_forward import SwiGLU, apply_gate
 from headrace.model.step import Step
-from headrace.ops import grouped_matmul, swiglu
+from headrace.ops import grouped_matmul
 
 _SMALLEST_SUM = 1e-20
 
@@ -70,7 +70,7 @@ class Experts(nn.Module):
     def forward(self, x: Tensor, counts: Tensor) -> Tensor:
         """Rows x [N, D], sorted by expert, counts [E] of each -> [N, D]."""
         gate_up = grouped_matmul(x, self.gate_up, counts)
-        return grouped_matmul(swiglu(gate_up), self.down, counts)
+        return grouped_matmul(apply_gate(gate_up), self.down, counts)
 
 
 class MixtureOfExperts(nn.Module):

@@ -77,4 +77,6 @@ def inverse_frequencies(config: ModelConfig, *, device: torch.device | str | Non
 
 def rotate(x: Tensor, rotation: Rotation) -> Tensor:
     """Rotate heads x [B, T, H, d] by their tokens' positions: same shape, the wider dtype."""
+    if ops.is_small(x):
+        return ops.reference.rotate(x, *rotation[:2], interleaved=rotation.interleaved)
     return ops.rotate(x, rotation.cos, rotation.sin, interleaved=rotation.interleaved)

@@ -17,6 +17,9 @@ from headrace.ops.registry import REFERENCE, REGISTRY
 CHUNK_ELEMENTS = 1 << 25
 """Most logits (rows times vocabulary) alive at once: 128 MiB in float32."""
 
+_SMALL = 1 << 13
+"""Elements up to which the way into native code costs more than it saves (measured)."""
+
 _DTYPES = (torch.float32, torch.bfloat16, torch.float64)
 
 
@@ -299,6 +302,15 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool) -> Tensor:
     _check_dtypes(x=x)
     _check_dtypes(cos=cos, sin=sin)
     return _resolve("rotate", x)(x, cos, sin, interleaved=interleaved)
+
+
+def is_small(x: Tensor) -> bool:
+    """Whether x is a decoding step's handful of rows, where plain torch beats `rms_norm`,
+    `swiglu` and `rotate`: without gradients, and the way into native code costs more than it saves.
+
+    bfloat16 never is: plain operations would round it more often than training does.
+    """
+    return not torch.is_grad_enabled() and x.numel() <= _SMALL and x.dtype == torch.float32
 
 
 def _resolve(op: str, x: Tensor) -> Callable[..., Any]:
