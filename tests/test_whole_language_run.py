@@ -44,6 +44,8 @@ count = 40
 keys = [1, 1]
 [cluster]
 trainer_ranks = {ranks}
+[sandbox]
+kind = "bwrap"
 [engine]
 max_context = 640
 [rollout]
@@ -135,6 +137,8 @@ class Folder:
         self.environment = {
             **os.environ,
             "NO_COLOR": "1",
+            # No sandbox can be found there, and none is needed.
+            "PATH": str(Path(sys.executable).parent),
             "XDG_CACHE_HOME": str(root / "cache"),
             # Compiling the fast ops into a private cache would take longer than all of this.
             "HEADRACE_OPS": "reference",

@@ -164,9 +164,12 @@ class _Run:
             self.ledger = stack.enter_context(opener(self.dir))
             self.metrics = stack.enter_context(MetricsWriter(self.dir, resume=self.resume))
             stack.push_async_callback(self.cluster.close)
-            _, self.tasks = await stack.enter_async_context(
-                open_tasks(recipe, task_names(recipe), no_isolation=self.no_isolation)
-            )
+            self.tasks = {}
+            if names := task_names(recipe):
+                # A run without tasks needs no sandbox, which not every machine has.
+                _, self.tasks = await stack.enter_async_context(
+                    open_tasks(recipe, names, no_isolation=self.no_isolation)
+                )
             self.view = stack.enter_context(
                 LiveView(
                     recipe.name,
