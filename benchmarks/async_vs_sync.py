@@ -24,7 +24,7 @@ from typing import Any
 
 import uvloop
 
-from headrace.cluster.local import LocalCluster, available_cores
+from headrace.cluster.local import LocalCluster
 from headrace.recipe import AgenticRlStage, Recipe
 from headrace.rollout.ledger import Ledger
 from headrace.rollout.types import Outcome

@@ -41,7 +41,10 @@ def test_defaults_follow_the_paper():
             with_change(model={"init": {"hidden_size": 100, "num_heads": 6}}),
             "hidden_size 100 is not a multiple of num_heads 6",
         ),
-        (with_change(stages=[{"kind": "rl", "name": "a"}]), "kind must be one of pretrain, .*sft, agentic_rl"),
+        (
+            with_change(stages=[{"kind": "rl", "name": "a"}]),
+            "kind must be one of pretrain, .*sft, agentic_rl",
+        ),
         (with_change(stages=[{"kind": "sft", "name": "a"}]), "give steps, seconds or both"),
         (with_change(stages=MINIMAL["stages"] * 2), 'two stages are named "rl"'),
         ({"model": {"path": "x"}, "stages": MINIMAL["stages"]}, "name is missing"),
