@@ -1,6 +1,7 @@
 """Indexer losses against float64 loops, and the two against each other."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -47,10 +48,12 @@ def reference(index_q, index_weights, index_k, q, k, layout: Layout) -> Tensor:
         norm = sum(target)
         scores = torch.stack(
             [
-                sum(
-                    (index_weights[s, h] * torch.relu(index_q[s, h] @ index_k[j]))
-                    for h in range(index_q.shape[1])
-                )
+                torch.stack(
+                    [
+                        index_weights[s, h] * torch.relu(index_q[s, h] @ index_k[j])
+                        for h in range(index_q.shape[1])
+                    ]
+                ).sum()
                 for j in seen
             ]
         )
@@ -72,11 +75,11 @@ LAYOUTS = {
 def test_dense_loss_and_gradient_equal_the_reference(monkeypatch, name, chunk):
     monkeypatch.setattr(indexer, "CHUNK_ELEMENTS", chunk)
     layout, rows, keys = LAYOUTS[name]
-    inputs = tensors(rows, keys)
+    inputs: Any = tensors(rows, keys)
     results = []
     for function in (lambda *a: dense_index_loss(*a, scale=SCALE), reference):
-        leaves = [t.clone().requires_grad_() for t in inputs[:3]]
-        loss = function(*leaves, *inputs[3:], layout)
+        leaves: Any = [t.clone().requires_grad_() for t in inputs[:3]]
+        loss = function(*leaves, *inputs[3:], layout)  # pyright: ignore[reportCallIssue]
         (3.0 * loss).backward()
         results.append((loss.detach(), *(t.grad for t in leaves)))
     for got, expected in zip(*results, strict=True):
@@ -85,10 +88,11 @@ def test_dense_loss_and_gradient_equal_the_reference(monkeypatch, name, chunk):
 
 def test_dense_gradient_passes_gradcheck():
     layout, rows, keys = LAYOUTS["packed"]
-    inputs = tensors(rows, keys, kv_heads=1)
-    leaves = [t.requires_grad_() for t in inputs[:3]]
+    inputs: Any = tensors(rows, keys, kv_heads=1)
+    leaves: Any = [t.requires_grad_() for t in inputs[:3]]
     assert torch.autograd.gradcheck(
-        lambda *a: dense_index_loss(*a, *inputs[3:], layout, scale=SCALE), leaves
+        lambda iq, w, ik: dense_index_loss(iq, w, ik, inputs[3], inputs[4], layout, scale=SCALE),
+        leaves,
     )
 
 
@@ -146,16 +150,17 @@ def test_perfect_scores_have_no_loss_and_no_gradient_reaches_attention():
 
 def test_bfloat16_inputs_get_bfloat16_gradients_close_to_float64():
     layout, rows, keys = LAYOUTS["packed"]
-    inputs = tensors(rows, keys)
-    half = [t.bfloat16() for t in inputs]
-    leaves = [t.requires_grad_() for t in half[:3]]
+    inputs: Any = tensors(rows, keys)
+    half: Any = [t.bfloat16() for t in inputs]
+    leaves: Any = [t.requires_grad_() for t in half[:3]]
     with torch.autocast("cpu", torch.bfloat16):
-        loss = dense_index_loss(*leaves, *half[3:], layout, scale=SCALE)
+        loss = dense_index_loss(*leaves, *half[3:], layout, scale=SCALE)  # pyright: ignore[reportCallIssue]
     loss.backward()
     assert loss.dtype == torch.float32
     assert leaves[0].grad is not None
     assert leaves[0].grad.dtype == torch.bfloat16
-    exact = dense_index_loss(*(t.detach().double() for t in half), layout, scale=SCALE)
+    whole: Any = [t.detach().double() for t in half]
+    exact = dense_index_loss(*whole, layout, scale=SCALE)  # pyright: ignore[reportCallIssue]
     assert loss.item() == pytest.approx(exact.item(), rel=1e-5)
 
 
