@@ -345,11 +345,11 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         ("seeds", 1, 2),
         ("length", 256, 1024),
         ("topk", 32, 64),
-        ("steps", 60, 2400),
-        ("warmup_steps", 20, 150),
-        ("adapt_steps", 20, 250),
+        ("steps", 30, 600),
+        ("warmup_steps", 10, 80),
+        ("adapt_steps", 10, 100),
         ("documents_tokens", 50_000, 1_500_000),
-        ("examples", 8, 32),
+        ("examples", 6, 32),
         ("held_out_bytes", 20_000, 100_000),
     ):
         if getattr(arguments, name) is None:

@@ -243,10 +243,10 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     quick = arguments.quick
     for name, small, full in (
         ("seeds", 1, 2),
-        ("steps", 60, 500),
+        ("steps", 40, 150),
         ("hidden", 128, 192),
         ("layers", 2, 4),
-        ("texts", 24, 96),
+        ("texts", 16, 96),
         ("held_out_bytes", 40_000, 400_000),
     ):
         if getattr(arguments, name) is None:

@@ -205,7 +205,7 @@ def measure_all(quick: bool) -> Table:
     table = Table()
     for tokens in LENGTHS:
         short = tokens <= 4096
-        rounds = (2 if short else 1) if quick else (5 if short else 3 if tokens <= 16384 else 2)
+        rounds = 1 if quick else (5 if short else 3 if tokens <= 16384 else 2)
         table.measure(tokens, torch.bfloat16, SIDES, False, rounds)
         if not quick or tokens in (1024, 4096, 8192):
             table.measure(tokens, torch.bfloat16, SIDES, True, 1 if quick else min(rounds, 2))
