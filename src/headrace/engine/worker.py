@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import msgspec
 import torch
 
+from headrace import ops
 from headrace.cluster.types import Request
 from headrace.engine.config import USER_ERROR, EngineConfig
 from headrace.engine.core import EngineCore, GenerationFailure
@@ -91,6 +92,8 @@ class EngineWorker:
     def _start(self) -> EngineCore | None:
         """Load the first weights; a user's mistake is told to whoever asks first."""
         try:
+            # Compiling the ops would otherwise happen inside somebody's first request.
+            ops.prepare("cpu")
             model = load_checkpoint(self._checkpoint, dtype=getattr(torch, self._config.dtype))
             return EngineCore(model, self._config, version=self._version)
         except (UserError, ValueError) as error:

@@ -18,7 +18,7 @@ from headrace.ops.functions import (
     swiglu,
 )
 from headrace.ops.layout import Layout
-from headrace.ops.registry import OpFallbackWarning, register, resolve, use
+from headrace.ops.registry import OpFallbackWarning, prepare, register, resolve, use
 
 __all__ = [
     "Layout",
@@ -32,6 +32,7 @@ __all__ = [
     "indexer_scores",
     "is_small",
     "linear_cross_entropy",
+    "prepare",
     "reference",
     "register",
     "resolve",

@@ -130,6 +130,12 @@ class Registry:
                 self._warn(backend.name, reason)
         raise UserError(f'op "{op}": no backend works on device type "{device_type}"')
 
+    def prepare(self, device_type: str) -> None:
+        """Choose the backend of every op now: what has to be compiled is, before anybody waits."""
+        for op in self.ops():
+            if self.backends(op, device_type):
+                self.resolve(op, device_type)
+
     def wanted(self) -> str | None:
         """The backend asked for by `use` or the environment, None when neither does."""
         wanted = self._wanted.get()
@@ -175,6 +181,7 @@ class Registry:
 REGISTRY = Registry()
 """The registry of the process."""
 
+prepare = REGISTRY.prepare
 register = REGISTRY.register
 resolve = REGISTRY.resolve
 use = REGISTRY.use

@@ -13,6 +13,7 @@ from typing import Any, Literal
 import msgspec
 import torch
 
+from headrace import ops
 from headrace.cluster.worker import WorkerConnection
 from headrace.data.stream import StreamSpec, TokenStream
 from headrace.errors import UserError
@@ -140,6 +141,8 @@ class TrainerWorker:
             seed: of its weights.
         """
         self.checkpoint = Path(path)
+        # Compiling the ops would otherwise count as a stage's time.
+        ops.prepare(self.ranks.device.type)
         model = load_checkpoint(self.checkpoint)
         if indexer is not None and model.config.indexer is None:
             model = extend_with_indexer(model, _indexer(indexer, model.config.num_layers), seed)
