@@ -16,7 +16,6 @@ import argparse
 import json
 import math
 import os
-import platform
 import statistics
 import time
 from collections.abc import Iterator
@@ -34,6 +33,7 @@ from headrace.model.attention import LatentQuery
 from headrace.model.causal import CausalAttend
 from headrace.model.config import LatentConfig, ModelConfig
 from headrace.model.decoder import Decoder
+from headrace.observe.machine import describe_machine
 from headrace.optim.groups import Algorithm, OptimizerGroups, build_optimizers
 
 ALGORITHMS: tuple[Algorithm, ...] = ("adamw", "muon", "muon_split")
@@ -248,7 +248,7 @@ def main() -> None:
     metrics["wall_s"] = time.perf_counter() - started
     report = {
         "name": "muon_split",
-        "machine": f"{platform.machine()}, {len(os.sched_getaffinity(0))} cores",
+        "machine": describe_machine(),
         "config": {
             **{key: value for key, value in vars(arguments).items() if key != "json"},
             "learning_rates": LEARNING_RATES,

@@ -15,6 +15,8 @@ import socket
 import struct
 import sys
 import threading
+import time
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import msgspec
@@ -95,6 +97,43 @@ class WorkerConnection:
         data = frame(self._encoder.encode(reply))
         with self._send_lock, contextlib.suppress(OSError):
             self._sock.sendall(data)
+
+
+def serve(
+    connection: WorkerConnection,
+    worker: object,
+    failures: Mapping[type[Exception], str],
+    on_done: Callable[[str, float], None] = lambda method, seconds: None,
+) -> None:
+    """Answer requests one at a time until the parent hangs up.
+
+    Args:
+        connection: where they come from.
+        worker: request `x` with a payload calls its `_do_x(**payload)`; the reply is what that
+            returns.
+        failures: exceptions that are answered with this code and their message; any other ends
+            the process, which the parent reports.
+        on_done: told each answered method and its seconds, before the reply.
+    """
+    while True:
+        request = connection.poll(1.0)
+        if request is None:
+            if connection.closed:
+                return
+            continue
+        handler = getattr(worker, f"_do_{request.method}", None)
+        if handler is None:
+            connection.fail(request.id, "unknown_method", request.method)
+            continue
+        started = time.perf_counter()
+        try:
+            result = handler(**request.payload)
+        except tuple(failures) as error:
+            code = next(code for kind, code in failures.items() if isinstance(error, kind))
+            connection.fail(request.id, code, str(error))
+            continue
+        on_done(request.method, time.perf_counter() - started)
+        connection.reply(request.id, result)
 
 
 def _die_with_parent() -> None:

@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 import torch
 
-from headrace.cluster.worker import WorkerConnection
+from headrace.cluster.worker import WorkerConnection, serve
 from headrace.data.corpora import CorpusSpec, open_corpus
 from headrace.data.retrieval import RetrievalWriter
 from headrace.data.sources import Framing
@@ -33,22 +33,7 @@ class MeasureWorker:
 
     def run(self) -> None:
         """Serve until the parent hangs up."""
-        while True:
-            request = self._connection.poll(1.0)
-            if request is None:
-                if self._connection.closed:
-                    return
-                continue
-            handler = getattr(self, f"_do_{request.method}", None)
-            if handler is None:
-                self._connection.fail(request.id, "unknown_method", request.method)
-                continue
-            try:
-                result = handler(**request.payload)
-            except UserError as error:
-                self._connection.fail(request.id, "user_error", str(error))
-                continue
-            self._connection.reply(request.id, result)
+        serve(self._connection, self, {UserError: "user_error"})
 
     @property
     def _loaded(self) -> tuple[Decoder, TextTokenizer]:

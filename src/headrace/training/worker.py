@@ -14,7 +14,7 @@ import msgspec
 import torch
 
 from headrace import ops
-from headrace.cluster.worker import WorkerConnection
+from headrace.cluster.worker import WorkerConnection, serve
 from headrace.data.stream import StreamSpec, TokenStream
 from headrace.errors import UserError
 from headrace.model.adapt import extend_with_indexer
@@ -37,6 +37,12 @@ Trainable = Literal["all", "indexer", "all_but_indexer"]
 
 _WORK = ("supervised", "rl", "save", "checkpoint")
 """Methods whose time counts as training; loading a model or receiving data does not."""
+_FAILURES: dict[type[Exception], str] = {
+    UserError: "user_error",
+    NonFiniteLossError: "non_finite",
+    OSError: "io_error",
+}
+"""What the parent is told of; anything else ends the process."""
 
 
 class TrainerWorker:
@@ -61,34 +67,11 @@ class TrainerWorker:
         """Serve until the parent hangs up."""
         keep_freed_memory()
         with self._resources:
-            self._serve()
+            serve(self.connection, self, _FAILURES, self._count)
 
-    def _serve(self) -> None:
-        while True:
-            request = self.connection.poll(1.0)
-            if request is None:
-                if self.connection.closed:
-                    return
-                continue
-            handler = getattr(self, f"_do_{request.method}", None)
-            if handler is None:
-                self.connection.fail(request.id, "unknown_method", request.method)
-                continue
-            started = time.perf_counter()
-            try:
-                result = handler(**request.payload)
-            except UserError as error:
-                self.connection.fail(request.id, "user_error", str(error))
-                continue
-            except NonFiniteLossError as error:
-                self.connection.fail(request.id, "non_finite", str(error))
-                continue
-            except OSError as error:
-                self.connection.fail(request.id, "io_error", str(error))
-                continue
-            if request.method in _WORK:
-                self.busy_s += time.perf_counter() - started
-            self.connection.reply(request.id, result)
+    def _count(self, method: str, seconds: float) -> None:
+        if method in _WORK:
+            self.busy_s += seconds
 
     @property
     def _trainer(self) -> Trainer:
