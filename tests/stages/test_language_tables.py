@@ -5,13 +5,22 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer, models
 
+from headrace.data.retrieval import FILLER
 from headrace.data.sources import Framing
 from headrace.errors import UserError
 from headrace.recipe import LanguageStage, Recipe, SftStage, SupervisedStage, parse_recipe
 from headrace.stages.context import optimizer_config
-from headrace.stages.language import corpus_spec, framing_of, losses_of, phases_of, source_spec
+from headrace.stages.language import (
+    corpus_spec,
+    framing_of,
+    losses_of,
+    phases_of,
+    replayed_text,
+    source_spec,
+)
 from headrace.tokens.tokenizer import TextTokenizer
 from headrace.tokens.training import SMALLEST_VOCABULARY, train_tokenizer
+from headrace.training.batch import supervised_sample
 
 FRAMING = Framing()
 
@@ -197,3 +206,25 @@ def test_sft_asks_for_demonstrations_unless_it_has_conversations():
     assert isinstance(stage := only_stage(kind="sft"), SftStage)
     assert stage.demonstrated_task == "terminal"
     assert only_stage(kind="sft", conversations="builtin").demonstrated_task is None
+
+
+def test_sft_learns_text_beside_in_its_share(tmp_path):
+    train_tokenizer(FILLER, 600, "glm-5").save(tmp_path)
+    recipe = recipe_of(
+        {
+            "kind": "sft",
+            "conversations": "builtin",
+            "mix": {"needles": 1.0},
+            "mix_share": 0.25,
+            "batch_tokens": 256,
+        }
+    )
+    stage = recipe.stages[0]
+    assert isinstance(stage, SftStage)
+    samples = [supervised_sample([1] * 100, [1.0] * 100)] * 30
+    text = replayed_text(recipe, stage, tmp_path, samples, 512)
+    tokens = sum(map(len, text))
+    assert 1000 <= tokens < 1000 + 256
+    assert max(map(len, text)) <= 256
+    with pytest.raises(UserError, match=r'stage "sft": mix "txt"'):
+        recipe_of({"kind": "sft", "mix": {"txt": 1.0}})

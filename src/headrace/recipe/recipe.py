@@ -4,7 +4,7 @@ from typing import Annotated, Any, Self
 
 from pydantic import Field, model_validator
 
-from headrace.recipe.stages import LanguageStage, MidtrainStage, Stage
+from headrace.recipe.stages import LanguageStage, MidtrainStage, SftStage, Stage
 from headrace.recipe.suggestions import suggest
 from headrace.recipe.tables import (
     ClusterTable,
@@ -97,6 +97,7 @@ class Recipe(Table):
             if isinstance(stage, LanguageStage):
                 if not known:
                     raise ValueError(f'stage "{stage.name}" needs text; add a [data.NAME] table')
+            if isinstance(stage, LanguageStage | SftStage):
                 named += [(f'stage "{stage.name}": mix', name) for name in stage.mix]
             if isinstance(stage, MidtrainStage):
                 named += [

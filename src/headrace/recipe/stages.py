@@ -174,6 +174,11 @@ class SftStage(SupervisedStage):
     """Instead of a task: a JSONL file of conversations, or "builtin" for generated ones."""
     count: Positive = 8000
     """How many built-in conversations."""
+    mix: dict[str, Weight] = Field(default_factory=dict)
+    """Running text to learn beside, as weights of [data] entries, so that what earlier stages
+    taught is not forgotten; by default none."""
+    mix_share: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.2
+    """Share of `mix` in the tokens of this stage."""
     mtp_weight: Annotated[float, Field(ge=0.0)] = 0.1
     """Weight of the multi-token prediction loss, when the model has such layers."""
     thinking: Literal["interleaved", "preserved", "turn"] = "turn"

@@ -155,7 +155,7 @@ def _with_indexer(stage: DsaWarmupStage, config: ModelConfig) -> ModelConfig:
 
 
 def _mixes(recipe: Recipe) -> Iterator[tuple[str, int]]:
-    """(entry of [data], sequence) of everything that language stages read."""
+    """(entry of [data], sequence) of all running text that stages read."""
     for stage in recipe.stages:
         if isinstance(stage, MidtrainStage):
             for step in stage.context:
@@ -163,6 +163,9 @@ def _mixes(recipe: Recipe) -> Iterator[tuple[str, int]]:
                 yield from ((name, step.sequence) for name in mix or recipe.data)
         elif isinstance(stage, LanguageStage):
             yield from ((name, stage.sequence) for name in stage.mix or recipe.data)
+        elif isinstance(stage, SftStage):
+            row = min(stage.batch_tokens, recipe.engine.max_context)
+            yield from ((name, row) for name in stage.mix)
 
 
 def _texts_needed(recipe: Recipe) -> list[str]:

@@ -16,7 +16,7 @@ import numpy as np
 from headrace.data.corpora import DEFAULT_GLOBS, CorpusSpec
 from headrace.data.retrieval import RetrievalSpec
 from headrace.data.sources import Framing, SourceSpec
-from headrace.data.stream import StreamSpec
+from headrace.data.stream import StreamSpec, TokenStream
 from headrace.errors import UserError
 from headrace.model.config import ModelConfig
 from headrace.recipe import (
@@ -43,6 +43,7 @@ from headrace.tokens.renderer import ChatRenderer, create_renderer
 from headrace.tokens.thinking import ThinkingMode
 from headrace.tokens.tokenizer import TextTokenizer, load_tokenizer
 from headrace.training.batch import Sample, supervised_sample
+from headrace.training.streams import TextStream
 from headrace.training.supervised import Budget, Phase, Position, send_data, train
 
 
@@ -97,6 +98,11 @@ async def run_sft(
             f"stages.{stage.name}: none of the data trains anything: {too_long} sequences are "
             f"longer than {longest} tokens (engine.max_context and the model's positions), "
             f"{len(samples)} have no trained token; raise max_context or give other data"
+        )
+    if stage.mix:
+        context.message("reading text to learn beside")
+        trained += await asyncio.to_thread(
+            replayed_text, context.recipe, stage, source, trained, longest
         )
     facts["data_s"] = time.monotonic() - started
     load = {
@@ -221,7 +227,7 @@ def framing_of(tokenizer: TextTokenizer) -> Framing:
 
 def _text_stream(
     recipe: Recipe,
-    stage: LanguageStage,
+    stage: SupervisedStage,
     sequence: int,
     mix: Mapping[str, float],
     phase: int,
@@ -313,6 +319,32 @@ def _demonstration_samples(
             continue
         samples.append(supervised_sample(ids, [1.0 if m else prompt_loss for m in mask]))
     return samples, too_long
+
+
+def replayed_text(
+    recipe: Recipe, stage: SftStage, source: Path, samples: list[Sample], longest: int
+) -> list[Sample]:
+    """As much running text of the stage's mix as makes its share of the tokens."""
+    tokenizer = load_tokenizer(source)
+    request = _text_stream(
+        recipe, stage, min(longest, stage.batch_tokens), stage.mix, 0, framing_of(tokenizer)
+    )
+    stream = TextStream(
+        TokenStream(
+            msgspec.convert(request["spec"], StreamSpec),
+            tokenizer,
+            request["row_tokens"],
+            request["batch_rows"],
+            request["seed"],
+        )
+    )
+    wanted = sum(map(len, samples)) * stage.mix_share / (1 - stage.mix_share)
+    found: list[Sample] = []
+    tokens = 0
+    while tokens < wanted:
+        found += stream.next_batch()
+        tokens = sum(map(len, found))
+    return found
 
 
 def _trains(sample: Sample) -> bool:
