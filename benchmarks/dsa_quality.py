@@ -51,10 +51,11 @@ ANSWER_WEIGHT, CONTEXT_WEIGHT = 10.0, 0.02
 """Of retrieval documents: almost only their answers can be learned from."""
 FACT_TOKENS = 18
 """At least a fact's or a question's tokens, with a tokenizer that knows their words."""
-PHASES = ((0.5, 12), (0.7, 8), (0.85, 4), (1.0, 1))
+PHASES = ((0.12, 16), (0.45, 8), (0.7, 3), (1.0, 1))
 """Of the base: (share of the steps at which it ends, divisor of the longest row)."""
-SHORTEST_ROW = 80
-"""Tokens that hold two facts and their questions."""
+SHORTEST_ROW = 48
+"""Tokens that hold one fact and its question: copying is learned first, telling facts apart next.
+"""
 
 
 class Score(NamedTuple):
@@ -251,7 +252,7 @@ def sources(arguments: argparse.Namespace, length: int, split: Any) -> tuple[Sou
     """Text and retrieval for rows of `length` tokens."""
     room = length - 3  # framing
     # As many facts as leave room for their questions in the shortest document.
-    keys = max(1, min(2 * arguments.keys, room // (2 * FACT_TOKENS)))
+    keys = max(1, min(arguments.keys, room // (2 * FACT_TOKENS)))
     queries = min(arguments.queries, keys)
     shortest = max((keys + queries) * FACT_TOKENS, room // 2)
     retrieval = RetrievalSpec(
@@ -330,13 +331,13 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--vocabulary", type=int, default=512)
     parser.add_argument("--index-heads", type=int, default=4)
     parser.add_argument("--index-dim", type=int, default=32)
-    parser.add_argument("--learning-rate", type=float, default=2e-2)
+    parser.add_argument("--learning-rate", type=float, default=1e-2)
     parser.add_argument("--warmup-rate", type=float, default=1e-2)
     parser.add_argument("--adapt-rate", type=float, default=4e-3)
     parser.add_argument("--text-share", type=float, default=0.2)
     parser.add_argument("--letters", type=int, default=2, help="of a key")
     parser.add_argument("--digits", type=int, default=2, help="of a value")
-    parser.add_argument("--keys", type=int, default=4, help="facts of a multi-key context")
+    parser.add_argument("--keys", type=int, default=2, help="facts of a multi-key context")
     parser.add_argument("--queries", type=int, default=6, help="of a training document")
     parser.add_argument("--threads", type=int, default=1, help="of each seed's process")
     parser.add_argument("--workers", type=int, default=len(os.sched_getaffinity(0)))
@@ -345,7 +346,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         ("seeds", 1, 2),
         ("length", 256, 1024),
         ("topk", 32, 64),
-        ("steps", 30, 600),
+        ("steps", 60, 900),
         ("warmup_steps", 10, 80),
         ("adapt_steps", 10, 100),
         ("documents_tokens", 50_000, 1_500_000),

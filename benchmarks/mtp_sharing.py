@@ -3,9 +3,10 @@
 Two models that differ in training only: the same latent-attention decoder with one prediction
 layer, the same initial weights per seed, the same batches of the builtin corpus, the same schedule
 and number of steps. "shared" trains that layer as three steps in a row, "single" as the first step
-alone; both then draft with it four steps deep. Held-out prompts are continued greedily by the
-engine, and rounds of speculative decoding are counted over these texts: `accept_*` are tokens per
-pass of the main model, `rate_*_N` how often step N is right where all before it were.
+alone; both then draft with it four steps deep. Many held-out prompts are continued greedily by the
+engine, a few tokens each because small models soon repeat themselves, and rounds of speculative
+decoding are counted over these texts: `accept_*` are tokens per pass of the main model, `rate_*_N`
+how often step N is right where all before it were.
 
 `accept_text_*` are the same counts over held-out text itself, where nothing repeats itself as
 greedy texts of small models do (`repeated_*`: share of tokens that continue 8 seen before).
@@ -236,17 +237,17 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--learning-rate", type=float, default=6e-3)
     parser.add_argument("--texts", type=int, help="held-out texts")
     parser.add_argument("--prompt", type=int, default=48)
-    parser.add_argument("--new", type=int, default=64, help="tokens the engine writes per prompt")
+    parser.add_argument("--new", type=int, default=12, help="tokens the engine writes per prompt")
     parser.add_argument("--held-out-bytes", type=int)
     parser.add_argument("--workers", type=int, default=len(os.sched_getaffinity(0)))
     arguments = parser.parse_args(argv)
     quick = arguments.quick
     for name, small, full in (
         ("seeds", 1, 2),
-        ("steps", 40, 150),
+        ("steps", 40, 400),
         ("hidden", 128, 192),
         ("layers", 2, 4),
-        ("texts", 16, 96),
+        ("texts", 128, 768),
         ("held_out_bytes", 40_000, 400_000),
     ):
         if getattr(arguments, name) is None:
