@@ -216,7 +216,7 @@ def test_sft_learns_text_beside_in_its_share(tmp_path):
             "conversations": "builtin",
             "mix": {"needles": 1.0},
             "mix_share": 0.25,
-            "batch_tokens": 256,
+            "batch_tokens": 1280,
         }
     )
     stage = recipe.stages[0]
@@ -224,7 +224,7 @@ def test_sft_learns_text_beside_in_its_share(tmp_path):
     samples = [supervised_sample([1] * 100, [1.0] * 100)] * 30
     text = replayed_text(recipe, stage, tmp_path, samples, 512)
     tokens = sum(map(len, text))
-    assert 1000 <= tokens < 1000 + 256
-    assert max(map(len, text)) <= 256
+    assert 1000 <= tokens < 1000 + 1280
+    assert max(map(len, text)) <= 160
     with pytest.raises(UserError, match=r'stage "sft": mix "txt"'):
         recipe_of({"kind": "sft", "mix": {"txt": 1.0}})

@@ -24,7 +24,7 @@ from headrace.recipe import (
     Recipe,
     SftStage,
 )
-from headrace.stages.language import corpus_spec, source_spec
+from headrace.stages.language import corpus_spec, replayed_row, source_spec
 from headrace.stages.new_model import shape_of
 from headrace.tokens.thinking import ThinkingMode
 
@@ -164,7 +164,7 @@ def _mixes(recipe: Recipe) -> Iterator[tuple[str, int]]:
         elif isinstance(stage, LanguageStage):
             yield from ((name, stage.sequence) for name in stage.mix or recipe.data)
         elif isinstance(stage, SftStage):
-            row = min(stage.batch_tokens, recipe.engine.max_context)
+            row = replayed_row(stage, recipe.engine.max_context)
             yield from ((name, row) for name in stage.mix)
 
 

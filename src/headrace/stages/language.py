@@ -321,14 +321,19 @@ def _demonstration_samples(
     return samples, too_long
 
 
+def replayed_row(stage: SftStage, longest: int) -> int:
+    """Tokens of a row of the stage's mix: few of a batch, so that all batches are mixed alike and
+    none looks like a loss spike."""
+    return min(longest, max(64, stage.batch_tokens // 8))
+
+
 def replayed_text(
     recipe: Recipe, stage: SftStage, source: Path, samples: list[Sample], longest: int
 ) -> list[Sample]:
     """As much running text of the stage's mix as makes its share of the tokens."""
     tokenizer = load_tokenizer(source)
-    request = _text_stream(
-        recipe, stage, min(longest, stage.batch_tokens), stage.mix, 0, framing_of(tokenizer)
-    )
+    row = replayed_row(stage, longest)
+    request = _text_stream(recipe, stage, row, stage.mix, 0, framing_of(tokenizer))
     stream = TextStream(
         TokenStream(
             msgspec.convert(request["spec"], StreamSpec),
