@@ -4,25 +4,38 @@ Call the functions; `use("reference")` or HEADRACE_OPS=reference picks a backend
 `headrace doctor --ops` checks all of them on this machine.
 """
 
-from headrace.ops import cross_entropy, dense, elementwise, grouped, reference, sparse
+from headrace.ops import (
+    cross_entropy,
+    dense,
+    elementwise,
+    grouped,
+    packed,
+    paged,
+    reference,
+    sparse,
+)
 from headrace.ops.functions import (
     dense_attention,
     grouped_matmul,
     indexer_scores,
     is_small,
     linear_cross_entropy,
+    paged_attention,
     rms_norm,
     rotate,
+    row_independent,
     select_topk,
     sparse_latent_attention,
     swiglu,
 )
 from headrace.ops.layout import Layout
+from headrace.ops.packed import PackedMatrix, packed_linear
 from headrace.ops.registry import OpFallbackWarning, prepare, register, resolve, use
 
 __all__ = [
     "Layout",
     "OpFallbackWarning",
+    "PackedMatrix",
     "cross_entropy",
     "dense",
     "dense_attention",
@@ -32,12 +45,17 @@ __all__ = [
     "indexer_scores",
     "is_small",
     "linear_cross_entropy",
+    "packed",
+    "packed_linear",
+    "paged",
+    "paged_attention",
     "prepare",
     "reference",
     "register",
     "resolve",
     "rms_norm",
     "rotate",
+    "row_independent",
     "select_topk",
     "sparse",
     "sparse_latent_attention",

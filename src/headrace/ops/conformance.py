@@ -16,7 +16,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from headrace.ops import reference
 from headrace.ops.conformance_cases import CASES, FLOAT32_ARGUMENTS, Case, timing_cases
+from headrace.ops.conformance_packed import PACKED_CHECKS, PACKING_CHECKS
+from headrace.ops.conformance_paged import PAGED_CHECKS
 from headrace.ops.conformance_selection import SELECTION_CHECKS
+from headrace.ops.packed import PackedMatrix
 from headrace.ops.registry import REGISTRY, Backend, Registry
 
 DTYPES = (torch.float32, torch.bfloat16)
@@ -155,7 +158,7 @@ def _on_device(function: Callable[..., Any], device: str) -> Callable[..., Any]:
     def move(value: Any, to: str) -> Any:
         if isinstance(value, tuple):
             return tuple(move(item, to) for item in value)
-        return value.to(to) if isinstance(value, Tensor) else value
+        return value.to(to) if isinstance(value, Tensor | PackedMatrix) else value
 
     def call(*arguments: Any, **options: Any) -> Any:
         return move(function(*(move(value, device) for value in arguments), **options), "cpu")
@@ -314,6 +317,9 @@ def _chunks_agree(call: Callable[..., Any], dtype: torch.dtype, g: torch.Generat
 SpecialCheck = Callable[[Callable[..., Any], torch.dtype, torch.Generator], float]
 
 SPECIAL_CHECKS: dict[str, dict[str, tuple[SpecialCheck, float | None]]] = {
+    "paged_attention": PAGED_CHECKS,
+    "pack_matrix": PACKING_CHECKS,
+    "packed_linear": PACKED_CHECKS,
     "select_topk": SELECTION_CHECKS,
     "grouped_matmul": {"gradient of a sum": (_expanded_gradient, None)},
     "linear_cross_entropy": {
@@ -331,7 +337,7 @@ def _time(backend: Backend, case: Case, dtype: torch.dtype, device: str) -> Timi
         (x if name in FLOAT32_ARGUMENTS else x.to(dtype)).to(device).requires_grad_(differentiable)
         for name, x in case.tensors.items()
     ]
-    rest = [x.to(device) if isinstance(x, Tensor) else x for x in case.rest]
+    rest = [x.to(device) if isinstance(x, Tensor | PackedMatrix) else x for x in case.rest]
 
     def forward() -> Tensor:
         result = backend.function(*leaves, *rest, **case.options)

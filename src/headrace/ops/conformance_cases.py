@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from headrace.ops.layout import Layout
+from headrace.ops.packed import PackedMatrix
 
 FLOAT32_ARGUMENTS = ("weights",)
 """Arguments that stay float32 when the others are bfloat16."""
@@ -236,7 +237,11 @@ def timing_cases(generator: torch.Generator) -> dict[str, Case]:
     }
     indices = torch.arange(64, dtype=torch.int32).expand(rows, -1).contiguous()
     latent = {"q": _normal(generator, rows, 8, 96), "kv": _normal(generator, keys, 96)}
+    paged = {"q": _normal(generator, 256, 9, 64)}
+    paged |= {name: _normal(generator, 128, 3, 16, 64) for name in ("keys", "values")}
+    tables = torch.arange(128, dtype=torch.int32).view(4, 32)
     experts = {"x": _normal(generator, 512, 128), "weight": _normal(generator, 8, 256, 128)}
+    decoder = PackedMatrix.pack(_normal(generator, 1536, 576), "bfloat16")
     head = {"hidden": _normal(generator, 256, 128), "weight": _normal(generator, 4096, 128)}
     return {
         "select_topk": Case("timing", indexer, (chunk, 64)),
@@ -250,8 +255,12 @@ def timing_cases(generator: torch.Generator) -> dict[str, Case]:
             (Layout.packed([200, 56, 256]),),
             {"scale": 0.125},
         ),
+        "paged_attention": Case(
+            "timing", paged, (tables, [300, 511, 80, 0], [1, 1, 100, 154]), {"scale": 0.125}
+        ),
         "grouped_matmul": Case("timing", experts, ([64] * 8,)),
         "linear_cross_entropy": Case("timing", head, (torch.arange(256),)),
+        "packed_linear": Case("timing", {"x": _normal(generator, 64, 576)}, (decoder,)),
         "rms_norm": Case(
             "timing", {"x": _normal(generator, 512, 512), "weight": torch.ones(512)}, (1e-6,)
         ),

@@ -5,7 +5,9 @@ which sequence. Inputs are float32 or bfloat16; float64 is computed by the refer
 autocast, what a matmul would cast is cast here.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -19,6 +21,8 @@ CHUNK_ELEMENTS = 1 << 25
 
 _SMALL = 1 << 13
 """Elements up to which the way into native code costs more than it saves (measured)."""
+
+_row_independent: ContextVar[bool] = ContextVar("headrace_ops_row_independent", default=False)
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float64)
 
@@ -151,6 +155,72 @@ def dense_attention(q: Tensor, k: Tensor, v: Tensor, layout: Layout, *, scale: f
     _check_layout(layout, q, k)
     with _without_autocast(q):
         return _resolve("dense_attention", q)(q, k, v, layout, scale=scale)
+
+
+def paged_attention(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    tables: Tensor,
+    starts: Sequence[int] | Tensor,
+    counts: Sequence[int] | Tensor,
+    *,
+    scale: float,
+) -> Tensor:
+    """Causal attention to keys and values that lie in blocks of a pool.
+
+    Position p of sequence i lies in block tables[i, p // P], at place p % P. Query row t of it is
+    at position starts[i] + t and sees the positions 0 .. starts[i] + t. Softmax is in float32. A
+    row depends on its own past only, bit for bit: not on the other rows of the call, on how a
+    prompt is cut into chunks, or on where the blocks lie. Nothing behind the last position of a
+    sequence matters, whatever number it is; its own values must be finite. No gradient.
+    Source: Kwon et al., PagedAttention, arXiv 2309.06180, section 4.1.
+
+    Args:
+        q: [S, H, d], the rows of sequence 0, then those of sequence 1, and so on.
+        keys: [N, Hkv, P, d], same dtype as q; H is a multiple of Hkv, neighbouring query heads
+            share a key head. The last three dimensions are contiguous.
+        values: as keys.
+        tables: int32 [n, B], block numbers; what lies behind a sequence's last position is not
+            looked at (-1 by custom).
+        starts: n numbers >= 0, the position of each sequence's first query row; a tensor is int64.
+        counts: n numbers >= 1 that sum to S, its query rows.
+        scale: factor on the scores.
+
+    Returns:
+        [S, H, d] in q's dtype.
+
+    Raises:
+        ValueError: shapes, dtypes, numbers or a table do not fit.
+    """
+    if (
+        q.dim() != 3
+        or keys.dim() != 4
+        or keys.shape != values.shape
+        or q.shape[2] != keys.shape[3]
+        or min(q.shape[1], *keys.shape[1:]) < 1
+        or q.shape[1] % keys.shape[1] != 0
+    ):
+        raise _misfit(q=q, keys=keys, values=values)
+    _check_dtypes(q=q, keys=keys, values=values)
+    for name, pool in (("keys", keys), ("values", values)):
+        if not (pool.is_contiguous() or pool[:1].is_contiguous()):
+            raise ValueError(f"{name}: the last three dimensions must be contiguous")
+    first, rows = _numbers(starts), _numbers(counts)
+    if tables.dim() != 2 or tables.shape[0] != len(rows):
+        raise ValueError(f"tables {list(tables.shape)} must have one row for each of counts {rows}")
+    if tables.dtype != torch.int32:
+        raise ValueError(f"tables are {tables.dtype}, not int32")
+    if len(first) != len(rows) or min(first, default=0) < 0:
+        raise ValueError(f"starts {first} must be {len(rows)} numbers >= 0")
+    if sum(rows) != q.shape[0] or min(rows, default=1) < 1:
+        raise ValueError(f"counts {rows} must be numbers >= 1 that sum to {q.shape[0]}")
+    try:
+        return _resolve("paged_attention", q)(q, keys, values, tables, starts, counts, scale=scale)
+    except IndexError:
+        # Backends look at a table as they read it; what is wrong with it is found out here.
+        _check_tables(tables, first, rows, keys)
+        raise
 
 
 def grouped_matmul(x: Tensor, weight: Tensor, counts: Sequence[int] | Tensor) -> Tensor:
@@ -310,7 +380,23 @@ def is_small(x: Tensor) -> bool:
 
     bfloat16 never is: plain operations would round it more often than training does.
     """
-    return not torch.is_grad_enabled() and x.numel() <= _SMALL and x.dtype == torch.float32
+    return (
+        not torch.is_grad_enabled()
+        and x.numel() <= _SMALL
+        and x.dtype == torch.float32
+        and not _row_independent.get()
+    )
+
+
+@contextmanager
+def row_independent() -> Iterator[None]:
+    """Within, what is computed for a row does not depend on how many rows there are: nothing takes
+    a shorter way for few. Matrix products of plain torch are the caller's own business."""
+    token = _row_independent.set(True)
+    try:
+        yield
+    finally:
+        _row_independent.reset(token)
 
 
 def _resolve(op: str, x: Tensor) -> Callable[..., Any]:
@@ -360,6 +446,29 @@ def _check_indices(indices: Tensor, q: Tensor, k: Tensor) -> None:
     if indices.dtype != torch.int32:
         raise ValueError(f"indices are {indices.dtype}, not int32")
     _check_range("indices", indices, -1, k.shape[0])
+
+
+def _numbers(numbers: Sequence[int] | Tensor) -> Sequence[int]:
+    return numbers.tolist() if isinstance(numbers, Tensor) else numbers
+
+
+def _check_tables(
+    tables: Tensor, starts: Sequence[int], counts: Sequence[int], keys: Tensor
+) -> None:
+    blocks, size = keys.shape[0], keys.shape[2]
+    for row, (start, count) in enumerate(zip(starts, counts, strict=True)):
+        needed = -(-(start + count) // size)
+        held = tables[row, :needed].tolist()
+        if len(held) < needed:
+            raise ValueError(
+                f"tables {list(tables.shape)}: sequence {row} has {start + count} positions, "
+                f"which take {needed} blocks of {size}"
+            )
+        for place, block in enumerate(held):
+            if not 0 <= block < blocks:
+                raise ValueError(
+                    f"tables[{row}, {place}] is {block}, must be a block in 0 .. {blocks - 1}"
+                )
 
 
 def _check_range(name: str, x: Tensor, low: int, high: int) -> None:

@@ -5,6 +5,8 @@ chunks of rows. Inputs in float64 are computed in float64, which makes these the
 backends are measured against. The public functions in `functions` say what the arguments mean.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
@@ -79,7 +81,8 @@ def sparse_latent_attention(
     """See `headrace.ops.sparse_latent_attention`."""
 
     def attend(q: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
-        rows = _rows_at(_wide(kv), indices)
+        # What -1 stands for is any row, and rows nobody wrote may hold NaN.
+        rows = _rows_at(_wide(kv), indices).masked_fill((indices < 0)[..., None], 0.0)
         scores = torch.einsum("shc,skc->shk", _wide(q), rows) * scale
         probabilities = _masked_softmax(scores, (indices >= 0)[:, None])
         out = torch.einsum("shk,skv->shv", probabilities, rows[..., :value_dim])
@@ -108,6 +111,45 @@ def dense_attention(q: Tensor, k: Tensor, v: Tensor, layout: Layout, *, scale: f
         pieces += [q.new_zeros(start - end, q.shape[1], v.shape[2]), out]
         end = start + queries
     pieces.append(q.new_zeros(q.shape[0] - end, q.shape[1], v.shape[2]))
+    return torch.cat(pieces)
+
+
+@torch.no_grad()
+def paged_attention(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    tables: Tensor,
+    starts: Sequence[int] | Tensor,
+    counts: Sequence[int] | Tensor,
+    *,
+    scale: float,
+) -> Tensor:
+    """See `headrace.ops.paged_attention`."""
+    heads, (blocks, kv_heads, size, _) = q.shape[1], keys.shape
+    pieces, row = [q[:0]], 0
+    starts, counts = (torch.as_tensor(x, dtype=torch.int64).tolist() for x in (starts, counts))
+    for table, start, count in zip(tables, starts, counts, strict=True):
+        end = start + count
+        needed = -(-end // size)
+        numbers = table[:needed].long()
+        if len(numbers) < needed or not ((numbers >= 0) & (numbers < blocks)).all():
+            raise IndexError("a table holds no block for a position that is seen")
+        # In float64, so that a row has the same bits whatever else the matmul computes.
+        key, value = (
+            pool[numbers].double().transpose(0, 1).flatten(1, 2)[:, :end] for pool in (keys, values)
+        )
+        position = torch.arange(end, device=q.device)
+        rows = max(1, _CHUNK_ELEMENTS // (heads * end))
+        for begin in range(0, count, rows):
+            some = q[row + begin : row + min(begin + rows, count)].double()
+            seen = position[start + begin : start + begin + some.shape[0], None]
+            grouped = some.unflatten(1, (kv_heads, heads // kv_heads))
+            scores = torch.einsum("tgsd,gjd->tgsj", grouped, key) * scale
+            probabilities = _masked_softmax(scores, (position <= seen)[:, None, None])
+            out = torch.einsum("tgsj,gjd->tgsd", probabilities, value)
+            pieces.append(out.flatten(1, 2).to(q.dtype))
+        row += count
     return torch.cat(pieces)
 
 
@@ -208,6 +250,7 @@ for _function in (
     indexer_scores,
     sparse_latent_attention,
     dense_attention,
+    paged_attention,
     grouped_matmul,
     linear_cross_entropy,
     rms_norm,

@@ -9,7 +9,8 @@
 
 #if HR_X86
 #define HR_AMX \
-  __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,amx-tile,amx-bf16,fma")))
+  __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,amx-tile,amx-bf16,"        \
+                        "amx-int8,fma")))
 #define HR_BARRIER() asm volatile("" ::: "memory")
 
 namespace headrace::amx {
@@ -136,12 +137,12 @@ HR_AMX static HR_INLINE void tiles_column(const void* a, int64_t a_row, const vo
   HR_BARRIER();
 }
 
-// All eight tiles 16 rows of 64 bytes.
-HR_AMX static HR_INLINE void configure_tiles() {
+// All eight tiles 16 rows of 64 bytes; tiles 0 .. 5 with `rows` of them.
+HR_AMX static HR_INLINE void configure_tiles(int rows = 16) {
   alignas(64) uint8_t config[64] = {1};
   for (int tile = 0; tile < 8; tile++) {
     config[16 + 2 * tile] = 64;
-    config[48 + tile] = 16;
+    config[48 + tile] = tile < 6 ? static_cast<uint8_t>(rows) : 16;
   }
   HR_BARRIER();
   asm volatile("ldtilecfg %0" ::"m"(config) : "memory");
@@ -183,6 +184,50 @@ HR_AMX static HR_INLINE __m512i load_part(const Bf16* p, int64_t n) {
   if (n >= 32) return _mm512_loadu_si512(p);
   if (n <= 0) return _mm512_setzero_si512();
   return _mm512_maskz_loadu_epi16((1u << n) - 1u, p);
+}
+
+// Row strides, in bytes, that are an odd number of cache lines: 16 rows then lie in 16 sets.
+static HR_INLINE int64_t odd_lines(int64_t bytes) {
+  const int64_t lines = (bytes + 63) / 64;
+  return (lines | 1) * 64;
+}
+
+// e^x for x <= 0, as `exponential` in lanes.inl.
+HR_AMX static HR_INLINE __m512 exponential(__m512 x) {
+  // The operand order keeps NaN.
+  x = _mm512_max_ps(_mm512_set1_ps(-87.0f), x);
+  const __m512 t = _mm512_mul_ps(x, _mm512_set1_ps(1.44269504f));
+  const __m512 whole = _mm512_roundscale_ps(t, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+  const __m512 f = _mm512_fmsub_ps(x, _mm512_set1_ps(1.44269504f), whole);
+  __m512 p = _mm512_set1_ps(1.535336188e-4f);
+  p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(1.339887440e-3f));
+  p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(9.618437357e-3f));
+  p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(5.550332471e-2f));
+  p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(2.402264791e-1f));
+  p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(6.931472029e-1f));
+  p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(1.0f));
+  return _mm512_scalef_ps(p, whole);
+}
+
+HR_AMX static HR_INLINE void prefetch(const void* from, int64_t bytes) {
+  const char* line = static_cast<const char*>(from);
+  for (int64_t b = 0; b < bytes; b += 64) _mm_prefetch(line + b, _MM_HINT_T0);
+}
+
+// 32 results in the order in which unpack instructions pair rows, times `factor`, to at most `n`
+// bf16 in true order.
+HR_AMX static HR_INLINE void write_ordered(const float* from, float factor, Bf16* to, int64_t n) {
+  const __m512i first = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
+  const __m512 x = _mm512_loadu_ps(from), y = _mm512_loadu_ps(from + 16);
+  const __m512 scale = _mm512_set1_ps(factor);
+  const __m512 low = _mm512_mul_ps(_mm512_permutex2var_ps(x, first, y), scale);
+  const __m512 high = _mm512_mul_ps(
+      _mm512_permutex2var_ps(x, _mm512_add_epi32(first, _mm512_set1_epi32(8)), y), scale);
+  const __m512i packed = (__m512i)_mm512_cvtne2ps_pbh(high, low);
+  if (n >= 32)
+    _mm512_storeu_si512(to, packed);
+  else
+    _mm512_mask_storeu_epi16(to, (1u << n) - 1u, packed);
 }
 
 }  // namespace headrace::amx

@@ -14,8 +14,8 @@ namespace {
 bool amx_usable() {
   unsigned a, b, c, d;
   if (!__get_cpuid_count(7, 0, &a, &b, &c, &d)) return false;
-  const bool bf16_tiles = (d >> 22 & 1) && (d >> 24 & 1);
-  if (!bf16_tiles || !__get_cpuid_count(7, 1, &a, &b, &c, &d) || !(a >> 5 & 1)) return false;
+  const bool tiles = (d >> 22 & 1) && (d >> 24 & 1) && (d >> 25 & 1);  // bf16, tiles, int8
+  if (!tiles || !__get_cpuid_count(7, 1, &a, &b, &c, &d) || !(a >> 5 & 1)) return false;
   // ARCH_REQ_XCOMP_PERM for XTILEDATA: asked once, it holds for every thread of the process.
   return syscall(SYS_arch_prctl, 0x1023, 18) == 0;
 }

@@ -11,6 +11,32 @@ HR_FN static HR_INLINE F16 load(const Bf16* p) {
   memcpy(&out, &wide, 64);
   return out;
 }
+HR_FN static HR_INLINE void store(Bf16* p, F16 v) {
+  U16 bits;
+  memcpy(&bits, &v, 64);
+  const U16 rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+  const U16 nan = U16{} + 0x7fc0u;
+  const U16 out = (bits & 0x7fffffffu) > 0x7f800000u ? nan : rounded;
+  *reinterpret_cast<H16Any*>(p) = __builtin_convertvector(out, H16);
+}
+
+// Up to 16 elements, zeros behind them: tails run the code of whole vectors.
+template <class In>
+HR_FN static HR_INLINE F16 load_some(const In* p, int64_t n) {
+  if (n >= 16) return load(p);
+  In some[16] = {};
+  for (int64_t i = 0; i < n; i++) some[i] = p[i];
+  return load(some);
+}
+
+template <class Out>
+HR_FN static HR_INLINE void store_some(Out* p, F16 v, int64_t n) {
+  if (n >= 16) return store(p, v);
+  Out some[16];
+  store(some, v);
+  for (int64_t i = 0; i < n; i++) p[i] = some[i];
+}
+
 HR_FN static HR_INLINE F16 larger(F16 a, F16 b) { return a > b ? a : b; }
 
 // e^x for x <= 0 (below -87: e^-87, which no fp32 sum notices); NaN stays NaN.

@@ -9,12 +9,6 @@ namespace {
 
 constexpr int64_t kChunk = 256;  // gathered keys stay in the second-level cache
 
-// Row strides, in bytes, that are an odd number of cache lines: 16 rows then lie in 16 sets.
-HR_INLINE int64_t odd_lines(int64_t bytes) {
-  const int64_t lines = (bytes + 63) / 64;
-  return (lines | 1) * 64;
-}
-
 struct Sizes {
   int64_t H, C, V, tiles, Cp, Vp, c_steps, v_steps, key_row, p_row;
   explicit Sizes(const Latent& a)
@@ -74,23 +68,6 @@ struct Backward {
   }
 };
 
-// e^x for x <= 0, as `exponential` in lanes.inl.
-HR_AMX HR_INLINE __m512 exponential(__m512 x) {
-  // The operand order keeps NaN.
-  x = _mm512_max_ps(_mm512_set1_ps(-87.0f), x);
-  const __m512 t = _mm512_mul_ps(x, _mm512_set1_ps(1.44269504f));
-  const __m512 whole = _mm512_roundscale_ps(t, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-  const __m512 f = _mm512_fmsub_ps(x, _mm512_set1_ps(1.44269504f), whole);
-  __m512 p = _mm512_set1_ps(1.535336188e-4f);
-  p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(1.339887440e-3f));
-  p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(9.618437357e-3f));
-  p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(5.550332471e-2f));
-  p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(2.402264791e-1f));
-  p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(6.931472029e-1f));
-  p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(1.0f));
-  return _mm512_scalef_ps(p, whole);
-}
-
 // x [H, n] bf16 as right-hand tiles: per 16 heads and 32 columns one [n-pairs, heads] tile.
 HR_AMX void pack_right(const Bf16* x, int64_t H, int64_t n, char* out) {
   for (int64_t head = 0; head < H; head += 16)
@@ -103,11 +80,6 @@ HR_AMX void pack_right(const Bf16* x, int64_t H, int64_t n, char* out) {
 #pragma GCC unroll 16
       for (int i = 0; i < 16; i++) _mm512_store_si512(out + 64 * i, r[i]);
     }
-}
-
-HR_AMX HR_INLINE void prefetch(const void* from, int64_t bytes) {
-  const char* line = static_cast<const char*>(from);
-  for (int64_t b = 0; b < bytes; b += 64) _mm_prefetch(line + b, _MM_HINT_T0);
 }
 
 // Gathers `n` rows, zero-filled to a multiple of 32: whole rows into `keys`, and the first
@@ -135,21 +107,6 @@ HR_AMX HR_INLINE void gather(const Bf16* kv, const int32_t* rows, int64_t n, int
       }
     }
   }
-}
-
-// 32 results in the order of `gather`'s pairs, times `factor`, to at most `n` bf16 in true order.
-HR_AMX HR_INLINE void write_ordered(const float* from, float factor, Bf16* to, int64_t n) {
-  const __m512i first = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
-  const __m512 x = _mm512_loadu_ps(from), y = _mm512_loadu_ps(from + 16);
-  const __m512 scale = _mm512_set1_ps(factor);
-  const __m512 low = _mm512_mul_ps(_mm512_permutex2var_ps(x, first, y), scale);
-  const __m512 high = _mm512_mul_ps(
-      _mm512_permutex2var_ps(x, _mm512_add_epi32(first, _mm512_set1_epi32(8)), y), scale);
-  const __m512i packed = (__m512i)_mm512_cvtne2ps_pbh(high, low);
-  if (n >= 32)
-    _mm512_storeu_si512(to, packed);
-  else
-    _mm512_mask_storeu_epi16(to, (1u << n) - 1u, packed);
 }
 
 // [32 keys, 16 heads] fp32 -> [16 heads, 32 keys] bf16.
