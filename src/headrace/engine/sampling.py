@@ -3,23 +3,56 @@
 A draw is a pure function of (request seed, how many tokens the request has drawn): a hashed counter
 becomes a uniform number, and inverse CDF turns it into a token. Neighbours in the batch therefore
 never influence what a request draws, and a resubmitted request draws the same numbers again.
+
+The same holds for every number computed on the way, to the bit, which rules some operations out:
+a torch reduction over [n, V] may split a single row among threads, and a vectorised exp or log may
+treat the last few elements of a tensor differently. Used here are softmax, max, topk, cumsum and
+sums of short blocks, which work on each row by itself; arithmetic that IEEE 754 rounds exactly; and
+logarithms of single numbers.
 """
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from enum import IntEnum
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from headrace.engine.types import SamplingParams
+from headrace.engine.adjustments import HeldStops, LogitBias, Penalties
+from headrace.engine.types import Alternatives, SamplingParams
 
 SEED_MASK = (1 << 64) - 1
 _GAMMA = np.uint64(0x9E3779B97F4A7C15)
 _MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
 _MIX_2 = np.uint64(0x94D049BB133111EB)
+_LANE_STEP = 0xD1342543DE82EF95
 _NUCLEUS_GUESS = 256
 """Most nuclei fit in this many tokens; sorting only these saves sorting a whole vocabulary."""
+_WIDER = 16
+"""How many times more are sorted when they do not fit."""
+_BLOCK = 128
+_ONE_LEVEL = 1024
+"""Up to this width cumulative sums are taken of single probabilities, above it of blocks."""
+_TINY = 1e-30
+"""Below this a float32 probability has lost digits, and its logarithm comes from the logits."""
+
+
+class Lane(IntEnum):
+    """Unrelated streams of random numbers under one seed, each with its own counter."""
+
+    TOKEN = 0
+    """Draws each sampled token; the counter is the token's index in the output."""
+    CHILD = 1
+    """Seeds of the several outputs of one prompt; the counter is the output's index."""
+    ACCEPT = 2
+    """Accepts or refuses the draft at an output index."""
+    RESIDUAL = 3
+    """Draws what takes a refused draft's place at an output index."""
+    DRAFT = 4
+    """Draws the draft at an output index from the draft model."""
 
 
 def _mix(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
@@ -29,112 +62,387 @@ def _mix(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     return x ^ (x >> np.uint64(31))
 
 
-def uniform(
-    seeds: npt.NDArray[np.uint64], counters: npt.NDArray[np.uint64]
-) -> npt.NDArray[np.float64]:
-    """Uniform numbers in [0, 1), one per (seed, counter) pair; both [n].
+def _streams(seeds: npt.NDArray[np.uint64], lane: Lane) -> npt.NDArray[np.uint64]:
+    streams = _mix(seeds + _GAMMA)
+    return _mix(streams ^ np.uint64(lane * _LANE_STEP & SEED_MASK)) if lane else streams
 
-    Only 52 bits are used, so that `u * total` stays strictly below `total` after rounding.
-    """
-    bits = _mix(_mix(seeds + _GAMMA) + counters * _GAMMA)
+
+def _bits(
+    streams: npt.NDArray[np.uint64], counters: npt.NDArray[np.uint64]
+) -> npt.NDArray[np.uint64]:
+    return _mix(streams + counters * _GAMMA)
+
+
+def _unit_interval(bits: npt.NDArray[np.uint64]) -> npt.NDArray[np.float64]:
+    """Only 52 bits are used, so that `u * total` stays strictly below `total` after rounding."""
     return (bits >> np.uint64(12)).astype(np.float64) * 2.0**-52
+
+
+def uniform(
+    seeds: npt.NDArray[np.uint64], counters: npt.NDArray[np.uint64], lane: Lane = Lane.TOKEN
+) -> npt.NDArray[np.float64]:
+    """Uniform numbers in [0, 1), one per (seed, counter) pair; both [n]."""
+    return _unit_interval(_bits(_streams(seeds, lane), counters))
+
+
+def derive_seed(seed: int, k: int) -> int:
+    """The seed of output k >= 0 of a request that asked for several: in [0, 2^63).
+
+    splitmix64 applied to (seed, lane CHILD, k): a pure function, unrelated for neighbouring seeds
+    and k, and never a number that any token of the request itself is drawn with.
+    """
+    streams = _streams(np.array([seed & SEED_MASK], dtype=np.uint64), Lane.CHILD)
+    return int(_bits(streams, np.array([k], dtype=np.uint64))[0] >> np.uint64(1))
+
+
+class Draw(NamedTuple):
+    """One token for each of n rows.
+
+    Attributes:
+        ids: [n] int64.
+        logprobs: [n] float32, of the distribution drawn from; greedy rows: of the temperature-1
+            distribution. NaN where the row's logits are not finite.
+        raw_logprobs: [n] float32, of softmax(logits) whatever the parameters.
+        alternatives: for each row the ids it asked for, likeliest first, with raw logprobs; None
+            if no row asked.
+    """
+
+    ids: Tensor
+    logprobs: Tensor
+    raw_logprobs: Tensor
+    alternatives: list[Alternatives] | None
+
+
+class _Filter(NamedTuple):
+    """Rows that are filtered in the same way, m of them; top_k 0 keeps all."""
+
+    top_k: int
+    rows: Tensor
+    top_p: Tensor
+    min_p: Tensor
 
 
 class SamplingBatch:
     """Parameters of n requests laid out for vectorised sampling; rebuilt when the batch changes.
 
+    Several rows may belong to one request at successive output positions: a draft of k tokens is
+    verified by k + 1 rows with one seed, `drawn` counting up and the draft's tokens added to
+    `outputs`. What these rows draw is what k + 1 steps would have drawn.
+
     Args:
-        params: one per row.
+        params: one per row. SamplingParams states what each does, and in which order.
         seeds: one per row, any int (its low 64 bits count).
         drawn: tokens each row has drawn so far.
+        prompts: each row's prompt ids; read only for a repetition penalty.
+        outputs: the `drawn` ids each row has sampled; read only for penalties.
+
+    Raises:
+        ValueError: a row has penalties, and the ids they need were not given.
     """
 
     def __init__(
-        self, params: Sequence[SamplingParams], seeds: Sequence[int], drawn: Sequence[int]
+        self,
+        params: Sequence[SamplingParams],
+        seeds: Sequence[int],
+        drawn: Sequence[int],
+        prompts: Sequence[Sequence[int]] | None = None,
+        outputs: Sequence[Sequence[int]] | None = None,
     ) -> None:
-        self._seeds = np.array([seed & SEED_MASK for seed in seeds], dtype=np.uint64)
+        masked = np.array([seed & SEED_MASK for seed in seeds], dtype=np.uint64)
+        self._streams = _streams(masked, Lane.TOKEN)
         self._drawn = np.array(drawn, dtype=np.uint64)
-        temperatures = [p.temperature or 1.0 for p in params]
-        self._inverse_temperature = (
-            None
-            if all(t == 1.0 for t in temperatures)
-            else torch.tensor([1.0 / t for t in temperatures])[:, None]
+        temperatures = [float(p.temperature or 1.0) for p in params]
+        self._temperature = (
+            None if all(t == 1.0 for t in temperatures) else torch.tensor(temperatures)[:, None]
         )
-        greedy = [p.temperature == 0 for p in params]
-        self._all_greedy = all(greedy)
-        self._greedy = torch.tensor(greedy) if any(greedy) else None
-        filtered = [
-            i for i, p in enumerate(params) if p.temperature and (p.top_k > 0 or p.top_p < 1)
-        ]
-        self._filtered = torch.tensor(filtered) if filtered else None
-        self._top_k = [params[i].top_k for i in filtered]
-        # A total of 1 may round to just below it, so "keep all" must lie out of reach.
-        self._top_p = torch.tensor(
-            [params[i].top_p if params[i].top_p < 1 else 2.0 for i in filtered]
-        )[:, None]
+        greedy = [i for i, p in enumerate(params) if p.temperature == 0]
+        self._all_greedy = len(greedy) == len(params)
+        self._greedy = torch.tensor(greedy) if greedy else None
+        self._filters = _group_filters(params)
+        filtered = sum(len(group.rows) for group in self._filters)
+        self._any_plain = len(greedy) + filtered < len(params)
+        self._bias = LogitBias.of(params)
+        self._held = HeldStops.of(params)
+        self._penalties = Penalties.of(params, drawn, prompts, outputs)
+        self._alternatives = [p.logprobs for p in params]
+        self._any_alternatives = any(self._alternatives)
+        self._memory: Tensor | None = None
 
-    def sample(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """Draw one token per row and advance the counters.
+    def sample(self, logits: Tensor) -> Draw:
+        """Draw one token per row, and `observe` it.
 
         Args:
-            logits: [n, V], any float dtype.
-
-        Returns:
-            ids [n] int64 and logprobs [n] float32, the latter of the distribution drawn from
-            (greedy rows: of the temperature-1 distribution). A row whose logits are not finite
-            gets a NaN logprob.
+            logits: [n, V], any float dtype; left as they are.
         """
-        scores = logits.float()
-        if self._inverse_temperature is not None:
-            scores = scores * self._inverse_temperature
-        probabilities = torch.softmax(scores, -1)
+        raw = logits.detach().float()
+        workspace = self._workspace(raw)
+        if self._filters or self._greedy is not None:
+            scores = self._scores(raw)
+        else:
+            # Nothing needs the scores any more once their softmax has taken their place.
+            scores = self._scores(raw, workspace)
+        probabilities = torch.softmax(scores, -1, out=workspace)
         if self._all_greedy:
-            best, ids = probabilities.max(-1)
-            self._drawn += np.uint64(1)
-            return ids, best.log()
-        draws = torch.from_numpy(uniform(self._seeds, self._drawn))[:, None]
-        self._drawn += np.uint64(1)
-        ids = _invert_cdf(probabilities, draws)
-        if self._greedy is not None:
-            ids = torch.where(self._greedy[:, None], probabilities.argmax(-1, keepdim=True), ids)
-        logprobs = probabilities.gather(-1, ids).log()
-        if self._filtered is not None:
-            rows = self._filtered
-            ids[rows], logprobs[rows] = self._sample_filtered(scores[rows], draws[rows])
-        return ids[:, 0], logprobs[:, 0]
+            ids = scores.max(-1, keepdim=True).indices
+            chosen = probabilities.gather(-1, ids)
+        else:
+            ids, chosen = self._draw(scores, probabilities)
+        logprobs = _tensor(log_probability(p) for p in chosen[:, 0].tolist())
+        if scores is not raw:
+            # The sampling distribution is used up, too.
+            torch.softmax(raw, -1, out=probabilities)
+        if scores is raw and not self._filters:
+            raw_logprobs = logprobs
+        else:
+            raw_logprobs = _tensor(row[0] for row in _logprobs_of(raw, probabilities, ids))
+        alternatives = None
+        if self._any_alternatives:
+            alternatives = _likeliest(raw, probabilities, self._alternatives)
+        self.observe(ids[:, 0].tolist())
+        return Draw(ids[:, 0], logprobs, raw_logprobs, alternatives)
 
-    def _sample_filtered(self, scores: Tensor, draws: Tensor) -> tuple[Tensor, Tensor]:
-        """Top-k, then top-p of what is left, then draw. scores [m, V], draws [m, 1]."""
-        vocab = scores.shape[-1]
-        top_k = torch.tensor([min(k, vocab) or vocab for k in self._top_k])[:, None]
-        everything = torch.logsumexp(scores, -1, keepdim=True)
-        open_rows = top_k == vocab
-        width = int(top_k.masked_fill(open_rows, 1).max())
-        if bool(open_rows.any()):
-            width = min(vocab, max(width, _NUCLEUS_GUESS))
-        while True:
-            values, order = scores.topk(width, -1)
-            values = values.masked_fill(torch.arange(width) >= top_k, -torch.inf)
-            total = torch.where(open_rows, everything, torch.logsumexp(values, -1, keepdim=True))
-            mass = (values - total).exp()
-            before = mass.cumsum(-1) - mass
-            enough = before[:, -1:] + mass[:, -1:] >= self._top_p
-            if width == vocab or not bool((open_rows & ~enough).any()):
-                break
-            width = vocab
-        outside = before >= self._top_p
+    def distribution(self, logits: Tensor) -> Tensor:
+        """The probabilities `sample` would draw from: [n, V] logits -> [n, V] float32.
+
+        Greedy rows: the temperature-1 distribution whose likeliest id they take. Draws nothing.
+        """
+        scores = self._scores(logits.detach().float())
+        probabilities = torch.softmax(scores, -1)
+        for group in self._filters:
+            for rows, order, kept in _filtered(group, scores, probabilities):
+                probabilities[rows] = torch.zeros(len(rows), logits.shape[-1]).scatter_(
+                    -1, order, kept
+                )
+        return probabilities
+
+    def observe(self, ids: Sequence[int]) -> None:
+        """Count one token per row as drawn. `sample` does so itself; this is for others' draws."""
+        self._drawn += np.uint64(1)
+        if self._penalties is not None:
+            self._penalties.count(ids)
+
+    def _workspace(self, raw: Tensor) -> Tensor:
+        """[n, V] memory that lives as long as the batch: fresh pages cost more than a softmax."""
+        if self._memory is None or self._memory.shape != raw.shape:
+            # Usable in and out of inference mode, whichever comes first.
+            with torch.inference_mode(False):
+                self._memory = torch.empty_like(raw, requires_grad=False)
+        return self._memory
+
+    def _scores(self, raw: Tensor, out: Tensor | None = None) -> Tensor:
+        """Logits after bias, penalties, held stops and temperature, in `out` or memory of their
+        own; `raw` itself if nothing changes them."""
+        scores = raw
+        if self._bias is not None or self._penalties is not None or self._held is not None:
+            scores = raw.clone() if out is None else out.copy_(raw)
+            if self._bias is not None:
+                self._bias.apply(scores)
+            if self._penalties is not None:
+                self._penalties.apply(scores)
+            if self._held is not None:
+                self._held.apply(scores, self._drawn)
+        if self._temperature is not None:
+            # Divided, as the trainer does it, not multiplied by a rounded inverse.
+            target = out if scores is raw else scores
+            return torch.div(scores, self._temperature, out=target)
+        return scores
+
+    def _draw(self, scores: Tensor, probabilities: Tensor) -> tuple[Tensor, Tensor]:
+        """Ids and their probabilities under the distribution drawn from, both [n, 1]."""
+        draws = _unit_interval(_bits(self._streams, self._drawn))[:, None]
+        if self._any_plain:
+            ids = invert_cdf(probabilities, draws)
+        else:
+            ids = torch.zeros(len(draws), 1, dtype=torch.int64)
+        if self._greedy is not None:
+            ids[self._greedy] = scores[self._greedy].max(-1, keepdim=True).indices
+        chosen = probabilities.gather(-1, ids)
+        for group in self._filters:
+            for rows, order, kept in _filtered(group, scores, probabilities):
+                choice = invert_cdf(kept, draws[rows.numpy()])
+                ids[rows] = order.gather(-1, choice)
+                chosen[rows] = kept.gather(-1, choice)
+        return ids, chosen
+
+
+def score_tokens(
+    logits: Tensor, ids: Sequence[int], alternatives: int = 0
+) -> tuple[list[float], list[Alternatives]]:
+    """Raw logprobs of given tokens, as `Draw.raw_logprobs` has them of sampled ones.
+
+    Args:
+        logits: [T, V], any float dtype; row t predicts ids[t].
+        ids: T tokens.
+        alternatives: how many of the likeliest ids to report for each position.
+
+    Returns:
+        T logprobs, and for each position its alternatives.
+    """
+    raw = logits.detach().float()
+    probabilities = torch.softmax(raw, -1)
+    columns = torch.tensor(list(ids), dtype=torch.int64)[:, None]
+    logprobs = [row[0] for row in _logprobs_of(raw, probabilities, columns)]
+    return logprobs, _likeliest(raw, probabilities, [alternatives] * len(logprobs))
+
+
+# -- filters ------------------------------------------------------------------------------------
+
+
+def _group_filters(params: Sequence[SamplingParams]) -> list[_Filter]:
+    """Rows with one top_k form a group: how wide a row is sorted depends on its own top_k, because
+    the width decides which of several equal logits come first."""
+    groups: dict[int, list[int]] = {}
+    for i, p in enumerate(params):
+        if p.temperature and (p.top_k > 0 or p.top_p < 1 or p.min_p > 0):
+            groups.setdefault(p.top_k, []).append(i)
+    return [
+        _Filter(
+            top_k,
+            torch.tensor(rows),
+            # A total of 1 may round to just below it, so "keep all" must lie out of reach.
+            torch.tensor([float(params[i].top_p) if params[i].top_p < 1 else 2.0 for i in rows])[
+                :, None
+            ],
+            torch.tensor([float(params[i].min_p) for i in rows])[:, None],
+        )
+        for top_k, rows in groups.items()
+    ]
+
+
+def _filtered(
+    group: _Filter, scores: Tensor, probabilities: Tensor
+) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """The group's distributions after top-k, then top-p, then min-p.
+
+    Args:
+        group: m of the n rows.
+        scores: [n, V].
+        probabilities: [n, V], softmax of scores.
+
+    Yields:
+        For some of the rows [r]: the ids kept, likeliest first [r, w], and their renormalised
+        probabilities [r, w], 0 for ids behind the last one kept.
+    """
+    vocab = scores.shape[-1]
+    rows, top_p, min_p = group.rows, group.top_p, group.min_p
+    width = min(group.top_k or _NUCLEUS_GUESS, vocab)
+    while True:
+        values, order = scores[rows].topk(width, -1)
+        mass = torch.softmax(values, -1) if group.top_k else probabilities[rows[:, None], order]
+        before = mass.cumsum(-1, dtype=torch.float64) - mass
+        outside = (before >= top_p) | (mass < min_p * mass[:, :1])
         outside[:, 0] = False
         kept = torch.softmax(values.masked_fill(outside, -torch.inf), -1)
-        choice = _invert_cdf(kept, draws)
-        return order.gather(-1, choice), kept.gather(-1, choice).log()
+        if group.top_k or width == vocab:
+            yield rows, order, kept
+            return
+        # A row whose last sorted id is outside keeps none of the unsorted ones either.
+        settled = outside[:, -1]
+        if bool(settled.any()):
+            yield rows[settled], order[settled], kept[settled]
+        if bool(settled.all()):
+            return
+        rows, top_p, min_p = rows[~settled], top_p[~settled], min_p[~settled]
+        width = min(_WIDER * width, vocab)
 
 
-def _invert_cdf(probabilities: Tensor, draws: Tensor) -> Tensor:
+# -- inverse CDF --------------------------------------------------------------------------------
+
+
+def invert_cdf(probabilities: Tensor, draws: npt.NDArray[np.float64]) -> Tensor:
     """First index whose cumulative probability exceeds the draw: [n, V], [n, 1] -> [n, 1].
 
-    float64 sums keep the tail of a large vocabulary unbiased; `right=True` never picks an id of
-    probability zero.
+    Probabilities need not sum to 1. float64 sums keep the tail of a large vocabulary unbiased. An
+    index of probability zero is never returned. Wide rows are searched in two levels: first for the
+    block of 128 the draw falls in, by sums of blocks, then within it.
     """
-    cumulative = probabilities.cumsum(-1, dtype=torch.float64)
-    ids = torch.searchsorted(cumulative, draws * cumulative[:, -1:], right=True)
-    return ids.clamp_(max=probabilities.shape[-1] - 1)
+    width = probabilities.shape[-1]
+    if width <= _ONE_LEVEL:
+        return torch.from_numpy(_search(probabilities.numpy(), draws))
+    # Below, numpy only because its calls cost less than torch's, and most rows come alone.
+    sums = _block_sums(probabilities).numpy()
+    cumulative = np.cumsum(sums, -1, dtype=np.float64)
+    target = draws * cumulative[:, -1:]
+    rows = np.arange(len(sums))[:, None]
+    block = _count_passed(cumulative, target)
+    within = 1 - (cumulative[rows, block] - target) / sums[rows, block]
+    # Rounding must not push the draw out of the block at either end.
+    within = np.clip(within, 0.0, 1 - 2.0**-52)
+    columns = block * _BLOCK + np.arange(_BLOCK)
+    inside = probabilities.numpy()[rows, np.minimum(columns, width - 1)]
+    if width % _BLOCK:
+        inside[columns >= width] = 0
+    found = block * _BLOCK + _search(inside, within)
+    return torch.from_numpy(np.minimum(found, width - 1))
+
+
+def _search(
+    probabilities: npt.NDArray[np.float32], draws: npt.NDArray[np.float64]
+) -> npt.NDArray[np.int64]:
+    cumulative = np.cumsum(probabilities, -1, dtype=np.float64)
+    return _count_passed(cumulative, draws * cumulative[:, -1:])
+
+
+def _count_passed(
+    cumulative: npt.NDArray[np.float64], target: npt.NDArray[np.float64]
+) -> npt.NDArray[np.int64]:
+    """First index above the target; entries that add nothing are passed over. A row of NaN: 0."""
+    passed = (cumulative <= target).sum(-1, keepdims=True)
+    return np.minimum(passed, cumulative.shape[-1] - 1)
+
+
+def _block_sums(probabilities: Tensor) -> Tensor:
+    """[n, V] -> [n, ceil(V / 128)] sums of blocks."""
+    width = probabilities.shape[-1]
+    blocks = width // _BLOCK
+    whole = probabilities[:, : blocks * _BLOCK].unflatten(-1, (blocks, _BLOCK)).sum(-1)
+    if width % _BLOCK == 0:
+        return whole
+    rest = torch.nn.functional.pad(
+        probabilities[:, blocks * _BLOCK :], (0, _BLOCK - width % _BLOCK)
+    )
+    return torch.cat([whole, rest.unflatten(-1, (1, _BLOCK)).sum(-1)], -1)
+
+
+# -- logarithms ---------------------------------------------------------------------------------
+
+
+def log_probability(probability: float) -> float:
+    return math.log(probability) if probability != 0 else -math.inf
+
+
+def _tensor(values: Iterable[float]) -> Tensor:
+    return torch.tensor(list(values), dtype=torch.float32)
+
+
+def _logprobs_of(logits: Tensor, probabilities: Tensor, ids: Tensor) -> list[list[float]]:
+    """log softmax(logits) at ids: [n, V] float32, its softmax, [n, m] -> n lists of m."""
+    found = probabilities.gather(-1, ids).tolist()
+    result = []
+    for row, (ps, columns) in enumerate(zip(found, ids.tolist(), strict=True)):
+        # Comparing this way round lets NaN through to the logarithm.
+        if any(p < _TINY for p in ps):
+            z = logits[row].double()
+            exact = (z[columns] - z.logsumexp(0)).tolist()
+            result.append(
+                [e if p < _TINY else log_probability(p) for p, e in zip(ps, exact, strict=True)]
+            )
+        else:
+            result.append([log_probability(p) for p in ps])
+    return result
+
+
+def _likeliest(logits: Tensor, probabilities: Tensor, counts: Sequence[int]) -> list[Alternatives]:
+    """The counts[i] likeliest ids of each row: [n, V] logits, their softmax, n counts.
+
+    Rows that ask for different numbers are sorted apart, as in `_group_filters`.
+    """
+    result: list[Alternatives] = [()] * len(counts)
+    for count in set(counts) - {0}:
+        rows = torch.tensor([i for i, c in enumerate(counts) if c == count])
+        part = logits[rows]
+        order = part.topk(min(count, part.shape[-1]), -1).indices
+        logs = _logprobs_of(part, probabilities[rows], order)
+        for row, ids, values in zip(rows.tolist(), order.tolist(), logs, strict=True):
+            result[row] = tuple(zip(ids, values, strict=True))
+    return result

@@ -9,18 +9,57 @@ import msgspec
 
 from headrace.rollout.types import FinishReason, Span
 
+Alternatives = tuple[tuple[int, float], ...]
+"""The likeliest ids at one position with their raw logprobs, likeliest first."""
+
 
 class SamplingParams(msgspec.Struct, frozen=True):
-    """How to sample.
+    """How to sample. Every parameter at its default leaves the model's distribution alone.
+
+    The logits z of one step pass through these in this order:
+
+        1. z[i] += logit_bias[i]
+        2. repetition_penalty r: z[i] becomes z[i] / r if positive, z[i] * r if negative, for every
+           id of the prompt or output (Keskar et al., arXiv 1909.05858; as in transformers)
+        3. z[i] -= frequency_penalty * c[i] + presence_penalty * (c[i] > 0), where c[i] counts id i
+           in the output alone (as in the OpenAI API)
+        4. before min_tokens ids were sampled: z[i] = -inf for every stop id
+        5. z /= temperature
+        6. top_k, then top_p of what top_k left, then min_p of what both left
+        7. softmax, and the draw. Temperature 0 takes the largest z after step 4 instead.
+
+    Two logprobs of each sampled id are kept:
+
+        `Span.logprobs` are of the distribution drawn from, after all seven steps (greedy: the
+        softmax after step 4, at temperature 1). The trainer uses these. Its importance ratio is
+        pi_theta / pi_rollout, and it computes log pi_theta from logits divided by the stage's
+        temperature, the one the stage's rollouts were sampled with: both are softmax(z / T). At
+        T != 1 the raw logprobs would compare two different policies even with equal weights.
+        `GenerationResult.raw_logprobs` are of softmax(z), the model's own opinion, whatever was
+        asked for: for teachers, evaluation, and comparing models. With temperature 1 and nothing
+        else both are the same numbers.
+
+    The trainer knows the temperature and nothing else. Steps 1 to 4 and 6 change the behaviour
+    policy in ways it does not repeat: ratios are then off by what these steps moved or cut off,
+    and the objective masks such tokens. Sample what is to be trained with a temperature alone.
 
     Attributes:
         max_tokens: most tokens to sample, >= 1.
-        temperature: 0 means greedy. Logprobs are those of the distribution actually sampled from
-            (after temperature, top-k and top-p); greedy reports the temperature-1 logprob.
-        top_p: nucleus mass in (0, 1].
-        top_k: keep the k most likely ids; 0 keeps all.
+        temperature: 0 means greedy.
+        top_p: nucleus mass in (0, 1]: keep the fewest likeliest ids whose mass reaches it.
+        top_k: keep the k likeliest ids; 0 keeps all.
         seed: makes the request's draws a function of this seed alone; None draws one.
-        stop_ids: sampling ends after one of these, which is kept as the last output id.
+        stop_ids: sampling ends after one of these, which is kept as the last output id. Ids past
+            the model's vocabulary do no harm.
+        min_p: in [0, 1]: keep ids at least this share as likely as the likeliest.
+        repetition_penalty: in [0.01, 100]; 1 is off, above 1 discourages what was seen.
+        presence_penalty: in [-2, 2]; once for every id sampled before.
+        frequency_penalty: in [-2, 2]; for each time an id was sampled before.
+        logit_bias: id -> number in [-100, 100] added to its logit; -100 all but bans an id.
+        min_tokens: no stop id can be sampled before this many tokens were; <= max_tokens.
+        logprobs: how many alternatives to report for each sampled token, 0 to 20.
+        prompt_logprobs: None reports nothing of the prompt; k in 0 to 20 its tokens' raw logprobs
+            and k alternatives each. All prompt positions are then computed, none reused.
     """
 
     max_tokens: int
@@ -29,6 +68,14 @@ class SamplingParams(msgspec.Struct, frozen=True):
     top_k: int = 0
     seed: int | None = None
     stop_ids: tuple[int, ...] = ()
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: dict[int, float] = {}
+    min_tokens: int = 0
+    logprobs: int = 0
+    prompt_logprobs: int | None = None
 
 
 class GenerationRequest(msgspec.Struct, frozen=True):
@@ -39,16 +86,24 @@ class GenerationRequest(msgspec.Struct, frozen=True):
         prompt_ids: at least one token.
         sampling: see SamplingParams.
         timeout_s: seconds after arrival at which it ends with FinishReason.DEADLINE.
+        session: requests of one session share what is fair for it; "" is a session of its own.
+        priority: higher goes first.
     """
 
     id: str
     prompt_ids: tuple[int, ...]
     sampling: SamplingParams
     timeout_s: float = 60.0
+    session: str = ""
+    priority: int = 0
 
 
 class GenerationResult(msgspec.Struct, frozen=True):
-    """Everything sampled for one request; spans may be empty after an abort or deadline."""
+    """Everything sampled for one request; spans may be empty after an abort or deadline.
+
+    Raises:
+        ValueError: parallel data of different lengths (law L5).
+    """
 
     id: str
     spans: tuple[Span, ...]
@@ -57,6 +112,31 @@ class GenerationResult(msgspec.Struct, frozen=True):
     """Seconds from arrival to the first prefill."""
     total_s: float = 0.0
     """Seconds from arrival to the end."""
+    raw_logprobs: tuple[float, ...] = ()
+    """One per output token over all spans, of the model's own distribution; see SamplingParams.
+    Empty from engines that do not report it."""
+    alternatives: tuple[Alternatives, ...] = ()
+    """One per output token where asked for, by raw logprob."""
+    prompt_logprobs: tuple[float, ...] = ()
+    """Raw; one per prompt token where asked for. The first is NaN: nothing predicts it."""
+    prompt_alternatives: tuple[Alternatives, ...] = ()
+    """One per prompt token where asked for; the first is empty."""
+    reused_tokens: int = 0
+    """Prompt tokens whose keys and values were already there."""
+    preemptions: int = 0
+    """How often the request gave up its memory to another and was computed again."""
+
+    def __post_init__(self) -> None:
+        sampled = sum(len(span.ids) for span in self.spans)
+        for name in ("raw_logprobs", "alternatives"):
+            found = len(getattr(self, name))
+            if found not in (0, sampled):
+                raise ValueError(f"GenerationResult: {sampled} output ids but {found} {name}")
+        if len(self.prompt_alternatives) not in (0, len(self.prompt_logprobs)):
+            raise ValueError(
+                f"GenerationResult: {len(self.prompt_logprobs)} prompt_logprobs but "
+                f"{len(self.prompt_alternatives)} prompt_alternatives"
+            )
 
 
 class EngineError(Exception):
