@@ -97,7 +97,7 @@ def recipe_of(arguments: argparse.Namespace, mode: str) -> Recipe:
                 "renderer": "compact",
             },
             "tokenizer": {"vocab_size": 320},
-            "engine": {"max_slots": 64, "max_context": 512},
+            "engine": {"max_running": 64, "max_context": 512},
             "rollout": {"max_tokens": arguments.max_tokens, "timeout_s": 120},
             "evaluation": {"task": "waiting"},
             "stages": [

@@ -107,7 +107,7 @@ def measure(config: ModelConfig, rounds: int, new: int) -> tuple[dict[str, float
     with tempfile.TemporaryDirectory() as folder:
         save_checkpoint(model, folder + "/model")
         theirs = LlamaForCausalLM.from_pretrained(folder + "/model", dtype=torch.float32).eval()
-    sizes = EngineConfig(max_slots=CONCURRENCY, max_running=CONCURRENCY, max_context=PROMPT + NEW)
+    sizes = EngineConfig(max_running=CONCURRENCY, max_context=PROMPT + NEW)
     core = EngineCore(model, sizes)
     plain = EngineCore(model, msgspec.structs.replace(sizes, compiled=False))
     sides = {

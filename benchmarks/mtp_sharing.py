@@ -85,9 +85,7 @@ def repeated_share(ids: Tensor, prompt: int) -> float:
 def continue_greedily(model: Decoder, prompts: Tensor, new: int) -> Tensor:
     """Prompts [B, P] -> [B, P + new], by the engine. It takes the model over."""
     count, length = prompts.shape
-    core = EngineCore(
-        model, EngineConfig(max_slots=count, max_running=count, max_context=length + new)
-    )
+    core = EngineCore(model, EngineConfig(max_running=count, max_context=length + new))
     for i, prompt in enumerate(prompts.tolist()):
         sampling = SamplingParams(new, temperature=0.0)
         core.add(GenerationRequest(str(i), tuple(prompt), sampling, timeout_s=600.0))

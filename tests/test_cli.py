@@ -69,9 +69,9 @@ def mistake(capsys, arguments):
         (["run", "quickstart", "--sed", "1"], "--seed"),
         (["run", "quickstart", "--seed", "one"], "--seed"),
         (["run", "quickstart", "--set", "engine"], "write table.key=value"),
-        (["run", "quickstart", "--set", "engine.max_slot=3"], 'did you mean "max_slots"'),
+        (["run", "quickstart", "--set", "engine.max_runing=3"], 'did you mean "max_running"'),
         (["run", "quickstart", "--set", "stages.lr.seconds=3"], 'no stage "lr"'),
-        (["run", "quickstart", "--set", "engine.max_slots=many"], "engine.max_slots"),
+        (["run", "quickstart", "--set", "engine.max_running=many"], "engine.max_running"),
         (["run", "--resume", "/no/such/run"], "no such directory"),
         (["run", "quickstart", "--resume", "x"], "leave out RECIPE"),
         (["run", "--seed", "1", "--resume", "x"], "leave out --seed"),
@@ -131,11 +131,11 @@ def test_run_passes_seed_and_overrides_and_says_where_the_report_is(
     capsys, recipe_file, tmp_path, stand_in_run
 ):
     target = tmp_path / "r"
-    overrides = ["--set", "stages.rl.updates=5", "--set", "engine.max_slots=8"]
+    overrides = ["--set", "stages.rl.updates=5", "--set", "engine.max_running=8"]
     code = main(["run", str(recipe_file), "--run-dir", str(target), "--seed", "7", *overrides])
     assert code == 0
     recipe, run_dir, resume, no_isolation = stand_in_run[0]
-    assert (recipe.seed, recipe.stages[0].updates, recipe.engine.max_slots) == (7, 5, 8)
+    assert (recipe.seed, recipe.stages[0].updates, recipe.engine.max_running) == (7, 5, 8)
     assert (run_dir, resume, no_isolation) == (target, False, False)
     assert str(target / "report.html") in capsys.readouterr().out
 

@@ -28,14 +28,17 @@ def test_defaults_follow_the_paper():
     [
         (with_change(engin={}), 'unknown key "engin"; did you mean "engine"?'),
         (
-            with_change(engine={"max_slot": 3}),
-            'unknown key "engine.max_slot"; did you mean "max_slots"?',
+            with_change(engine={"max_runing": 3}),
+            'unknown key "engine.max_runing"; did you mean "max_running"?',
         ),
         (
             with_change(stages=[{"kind": "agentic_rl", "name": "rl", "update": 3}]),
             'unknown key "stages.rl.update"; did you mean "updates"?',
         ),
-        (with_change(engine={"max_slots": 0}), "engine.max_slots: .*greater than or equal to 1"),
+        (
+            with_change(engine={"max_running": 0}),
+            "engine.max_running: .*greater than or equal to 1",
+        ),
         (with_change(model={}), "model: give exactly one of path"),
         (
             with_change(model={"init": {"hidden_size": 100, "num_heads": 6}}),

@@ -27,7 +27,7 @@ name = "resumed"
 [model]
 path = "{checkpoint}"
 [engine]
-max_slots = 16
+max_running = 16
 max_context = 384
 [tasks.terminal]
 families = ["delete_extension", "set_mode", "count_files"]

@@ -192,7 +192,7 @@ def chat(
 
     return chat_loop(
         checkpoint,
-        ServeOptions(renderer=renderer, dtype=dtype, max_context=max_context, max_slots=1),
+        ServeOptions(renderer=renderer, dtype=dtype, max_context=max_context, max_running=1),
         ChatOptions(
             system=system,
             bash=bash,
@@ -217,7 +217,7 @@ def serve(
         str | None,
         typer.Option(metavar="KEY", help="Key clients must send; a random one by default."),
     ] = None,
-    max_slots: Annotated[
+    max_running: Annotated[
         int, typer.Option(metavar="N", min=1, help="Requests decoded together.")
     ] = 16,
     max_waiting: Annotated[
@@ -241,7 +241,7 @@ def serve(
         renderer=renderer,
         dtype=dtype,
         max_context=max_context,
-        max_slots=max_slots,
+        max_running=max_running,
         max_waiting=max_waiting,
         threads=threads,
     )

@@ -267,7 +267,7 @@ def check_memory(size: int) -> Check:
             "memory",
             Status.WARN,
             detail,
-            f"{_MIN_MEMORY // _GIB} GiB are recommended; lower engine.max_slots and micro_tokens",
+            f"{_MIN_MEMORY // _GIB} GiB are recommended; lower engine.max_running and micro_tokens",
         )
     return Check("memory", Status.OK, detail)
 

@@ -35,7 +35,7 @@ names the nearest known one.
 
     headrace run recipes/quickstart.toml                              # as it is
     headrace run quickstart --seed 1                                  # by name, another seed
-    headrace run quickstart --set engine.max_slots=32                 # one value changed
+    headrace run quickstart --set engine.max_running=32                 # one value changed
     headrace run quickstart --set stages.rl.updates=10 --dry-run      # a stage is named; only check
 
 The smallest recipe:

@@ -27,7 +27,7 @@ from headrace.model.config import ModelConfig
 from headrace.tokens.renderer import create_renderer
 
 _DEFAULT_CONTEXT = 2048
-"""Tokens per request unless asked for more: the cache of every slot is allocated at the start."""
+"""Tokens per request unless asked for more: the cache is sized by it."""
 
 _DEFAULT_ANSWER = 256
 """Tokens of an answer when a client does not say."""
@@ -40,7 +40,7 @@ class ServeOptions(msgspec.Struct, frozen=True):
         renderer: as in a recipe's model.renderer.
         dtype: "float32" or "bfloat16".
         max_context: tokens of prompt + output; None takes the model's limit, at most 2048.
-        max_slots: requests decoded together.
+        max_running: requests decoded together.
         max_waiting: requests queued before new ones are refused.
         threads: compute threads; None uses every core.
         request_timeout_s: deadline of one answer.
@@ -49,7 +49,7 @@ class ServeOptions(msgspec.Struct, frozen=True):
     renderer: str = "auto"
     dtype: str = "float32"
     max_context: int | None = None
-    max_slots: int = 16
+    max_running: int = 16
     max_waiting: int = 256
     threads: int | None = None
     request_timeout_s: float = 600.0
@@ -113,8 +113,7 @@ def engine_config(checkpoint: Path, options: ServeOptions) -> EngineConfig:
     if options.dtype not in ("float32", "bfloat16"):
         raise UserError(f'--dtype "{options.dtype}": use float32 or bfloat16')
     return EngineConfig(
-        max_slots=options.max_slots,
-        max_running=options.max_slots,
+        max_running=options.max_running,
         max_context=context,
         max_waiting=options.max_waiting,
         dtype=options.dtype,

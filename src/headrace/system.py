@@ -130,11 +130,13 @@ async def open_system(
     engine = ProcessEngine(
         cluster,
         EngineConfig(
-            max_slots=recipe.engine.max_slots,
-            max_running=recipe.engine.max_slots,
+            max_running=recipe.engine.max_running,
+            cache_tokens=recipe.engine.cache_tokens,
             max_context=recipe.engine.max_context,
             max_waiting=recipe.engine.max_waiting,
             dtype=recipe.engine.dtype,
+            weights=recipe.engine.weights,
+            deterministic=recipe.engine.deterministic,
             seed=recipe.seed,
         ),
         checkpoint=str(checkpoint),

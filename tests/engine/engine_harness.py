@@ -75,15 +75,23 @@ def latent_model(kind: str, seed: int = 0, **changes: object) -> Decoder:
 
 
 def new_core(model: Decoder, **config: object) -> EngineCore:
-    fields = {"max_slots": 8, "max_running": 8, "max_context": 128, "seed": 1}
+    fields = {"max_running": 8, "max_context": 128, "block_tokens": 8, "seed": 1}
     return EngineCore(model, EngineConfig(**{**fields, **config}))  # type: ignore[arg-type]  # as above
 
 
 def ask(
-    request_id: str, prompt: Sequence[int], *, timeout_s: float = 60.0, **sampling: object
+    request_id: str,
+    prompt: Sequence[int],
+    *,
+    timeout_s: float = 60.0,
+    session: str = "",
+    priority: int = 0,
+    **sampling: object,
 ) -> GenerationRequest:
     params = SamplingParams(**{"max_tokens": 8, "temperature": 0.0, **sampling})  # type: ignore[arg-type]  # as above
-    return GenerationRequest(request_id, tuple(prompt), params, timeout_s)
+    return GenerationRequest(
+        request_id, tuple(prompt), params, timeout_s, session=session, priority=priority
+    )
 
 
 def random_prompt(seed: int, length: int) -> tuple[int, ...]:

@@ -32,7 +32,7 @@ from headrace.rollout.types import FinishReason
 
 @pytest.fixture
 async def local() -> AsyncIterator[LocalEngine]:
-    engine = LocalEngine(new_core(tiny_model(), max_slots=4, max_running=4, max_waiting=4))
+    engine = LocalEngine(new_core(tiny_model(), max_running=4, max_waiting=4))
     yield engine
     await engine.close()
 
@@ -107,7 +107,7 @@ async def test_killed_process_is_replaced_and_nothing_is_lost(tmp_path: Path) ->
     cluster = LocalCluster()
     engine = ProcessEngine(
         cluster,
-        EngineConfig(engine_id="engine-7", max_slots=4, max_running=4, max_context=256),
+        EngineConfig(engine_id="engine-7", max_running=4, max_context=256),
         checkpoint=str(tmp_path / "v0"),
         log_path=str(tmp_path / "engine.log"),
     )
@@ -153,7 +153,7 @@ async def test_process_serves_a_latent_checkpoint(tmp_path: Path) -> None:
     for version, model in enumerate(models):
         save_checkpoint(model, tmp_path / f"v{version}")
     cluster = LocalCluster()
-    config = EngineConfig(max_slots=2, max_running=2, max_context=64)
+    config = EngineConfig(max_running=2, max_context=64)
     engine = ProcessEngine(cluster, config, checkpoint=str(tmp_path / "v0"))
     try:
         await engine.start()

@@ -11,9 +11,13 @@ from engine_harness import ask, drain, greedy_reference, new_core, output, rando
 from headrace.engine import compiled
 from headrace.engine.compiled import CompiledStep
 from headrace.engine.grouped_cache import GroupedCache
+from headrace.engine.paged_cache import PagedBatch
 from headrace.model.decoder import Decoder
 
 torch.set_num_threads(1)
+
+BLOCK, EACH = 8, 5
+"""Tokens of a block, and blocks of a sequence."""
 
 SHAPES = {
     "gqa": {},
@@ -34,20 +38,20 @@ def fresh_library(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[P
     compiled._library.cache_clear()
 
 
-def new_cache(model: Decoder, slots: int) -> GroupedCache:
+def new_cache(model: Decoder, sequences: int) -> GroupedCache:
     shape = model.config
     return GroupedCache(
         layers=shape.num_layers,
         kv_heads=shape.num_kv_heads,
         head_dim=shape.head_dim,
-        slots=slots,
-        length=40,
+        blocks=sequences * EACH,
+        block_tokens=BLOCK,
         dtype=torch.float32,
     )
 
 
 def compiled_step(model: Decoder, cache: GroupedCache) -> CompiledStep:
-    step = CompiledStep.create(model, cache)
+    step = CompiledStep.create(model, cache, BLOCK * EACH)
     if step is None:
         pytest.skip("no C compiler on this machine")
     return step
@@ -68,12 +72,14 @@ def test_logits_equal_the_decoder_at_every_batch_size_and_length(shape: dict[str
     for mine, theirs in ((cache.keys, other.keys), (cache.values, other.values)):
         theirs.copy_(mine.normal_())
     lengths = torch.arange(rows) % 17
+    scattered = torch.randperm(rows * EACH).view(rows, EACH).to(torch.int32)
     for count in (rows, 16, 9, 8, 3, 2, 1):
         for _ in range(3):
-            ids, positions = torch.randint(0, vocab, (count, 1)), lengths[:count, None].clone()
-            got = step(ids.view(-1), positions.view(-1))
-            other.begin_decode(positions, int(positions.max()) + 1)
-            want = model.logits(model(ids, positions, other))[:, 0]
+            ids, tables = torch.randint(0, vocab, (count,)), scattered[:count]
+            batch = PagedBatch.of(lengths[:count].tolist(), [1] * count, tables, BLOCK)
+            got = step(ids, batch.positions, tables)
+            other.begin(batch)
+            want = model.logits(model(ids[None], batch.positions[None], other))[0]
             assert torch.allclose(got.log_softmax(-1), want.log_softmax(-1), atol=1e-4)
             lengths[:count] += 1
     assert torch.allclose(cache.keys, other.keys, atol=1e-4)
@@ -100,7 +106,7 @@ def test_a_compiler_that_fails_leaves_torch(
     compiler.chmod(compiler.stat().st_mode | stat.S_IXUSR)
     monkeypatch.setenv("CC", str(compiler))
     model = tiny_model()
-    assert CompiledStep.create(model, new_cache(model, 2)) is None
+    assert CompiledStep.create(model, new_cache(model, 2), BLOCK * EACH) is None
     core = new_core(model)
     core.add(ask("r", random_prompt(0, 9)))
     assert output(drain(core)["r"]) == greedy_reference(model, random_prompt(0, 9), 8)
@@ -120,9 +126,9 @@ def test_compiled_once_and_then_found(fresh_library: Path, monkeypatch: pytest.M
 def test_other_models_and_several_threads_go_through_torch() -> None:
     model = tiny_model()
     half = tiny_model().to(torch.bfloat16)
-    assert CompiledStep.create(half, new_cache(model, 2)) is None
+    assert CompiledStep.create(half, new_cache(model, 2), BLOCK * EACH) is None
     torch.set_num_threads(2)
     try:
-        assert CompiledStep.create(model, new_cache(model, 2)) is None
+        assert CompiledStep.create(model, new_cache(model, 2), BLOCK * EACH) is None
     finally:
         torch.set_num_threads(1)

@@ -38,14 +38,12 @@ def cache_of(core: EngineCore) -> LatentCache:
 
 
 @pytest.mark.parametrize("kind", LATENT_KINDS)
-@pytest.mark.parametrize(("prefill_tokens", "max_slots"), [(512, 8), (16, 4), (7, 3)])
+@pytest.mark.parametrize(("prefill_tokens", "max_running"), [(512, 8), (16, 4), (7, 3)])
 def test_joining_and_leaving_at_any_step_changes_nothing(
-    kind: str, prefill_tokens: int, max_slots: int
+    kind: str, prefill_tokens: int, max_running: int
 ) -> None:
     model = latent_model(kind)
-    core = new_core(
-        model, max_slots=max_slots, max_running=max_slots, prefill_tokens=prefill_tokens
-    )
+    core = new_core(model, max_running=max_running, prefill_tokens=prefill_tokens)
     shapes = [(5, 9), (40, 3), (1, 17), (23, 12), (60, 8), (2, 1), (31, 20), (12, 5), (33, 11)]
     pending = [
         ask(f"r{i}", random_prompt(i, length), max_tokens=n) for i, (length, n) in enumerate(shapes)
@@ -90,7 +88,7 @@ def test_prefixes_are_taken_over_and_copied(kind: str) -> None:
         core.add(ask(f"r{i}", prompt, max_tokens=12, temperature=1.0, seed=i))
     first = drain(core)
     stats = core.stats()
-    assert stats.tokens_reused == 3 * 49
+    assert stats.tokens_reused == 3 * 48
     turns = {i: (*prompt, *output(first[f"r{i}"]), 3, 4, 5) for i in range(4)}
     for i, turn in turns.items():
         core.add(ask(f"s{i}", turn, max_tokens=5))
@@ -111,11 +109,16 @@ def selected_while_decoding(model: Decoder, neighbours: int) -> list[list[list[i
 
     def spy(layer: int, query: object) -> object:
         out = attend(layer, query)  # type: ignore[arg-type]  # passed on as it came
-        slot = next(i for i, live in enumerate(core._live) if live and live.request.id == "mine")
-        if cache._decoding and slot < core._running:
+        sequence = core._open["mine"].sequence
+        if sequence.decoding:
             assert cache.selection is not None
-            rows = cache.selection[slot].tolist()
-            per_layer.append([row - slot * cache.stride for row in rows if row >= 0])
+            place = {
+                block * cache.block_tokens + row: i * cache.block_tokens + row
+                for i, block in enumerate(sequence.blocks)
+                for row in range(cache.block_tokens)
+            }
+            # Decoding sequences come first, the oldest of them foremost.
+            per_layer.append([place[row] for row in cache.selection[0].tolist() if row >= 0])
         return out
 
     cache.attend_latent = spy  # type: ignore[method-assign,assignment]  # a test's spy
@@ -152,7 +155,7 @@ def test_random_histories_with_updates_keep_every_promise(kind: str, tmp_path: P
     weights = {version: latent_model(kind, version) for version in range(3)}
     for version, model in weights.items():
         save_checkpoint(model, tmp_path / str(version))
-    core = new_core(latent_model(kind), max_slots=5, max_running=4, prefill_tokens=16)
+    core = new_core(latent_model(kind), max_running=4, cache_tokens=400, prefill_tokens=16)
     prompts: dict[str, tuple[int, ...]] = {}
     results: dict[str, GenerationResult] = {}
     histories = [random_prompt(i, rng.randint(1, 30)) for i in range(4)]

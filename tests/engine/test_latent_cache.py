@@ -8,13 +8,16 @@ from torch import Tensor
 
 from headrace.engine import latent_cache
 from headrace.engine.latent_cache import LatentCache
+from headrace.engine.paged_cache import PagedBatch
 from headrace.model.attention import IndexQuery, LatentQuery
+from headrace.ops import Layout
 
 torch.set_num_threads(1)
 
 HEADS, NOPE, ROPE, LATENT, VALUE = 3, 4, 2, 6, 5
 INDEX_HEADS, INDEX_DIM, TOPK = 2, 4, 5
 LAYERS, SHARED, LENGTH = 3, 1, 24
+BLOCK = 4
 SCALE = 0.4
 W_UK = torch.randn(HEADS, NOPE, LATENT, generator=torch.Generator().manual_seed(1))
 W_UV = torch.randn(HEADS, VALUE, LATENT, generator=torch.Generator().manual_seed(2))
@@ -49,8 +52,8 @@ class Tokens:
 
 
 def query(layer: int, rows: list[dict[str, Tensor]], *, indexed: bool) -> LatentQuery:
-    """The query of one layer from the parts [T, ...] of each row."""
-    part = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
+    """The query of one layer from the parts [T, ...] of each sequence."""
+    part = {name: torch.cat([row[name] for row in rows])[None] for name in rows[0]}
     own = indexed and layer != SHARED
     return LatentQuery(
         q_nope=part["q_nope"],
@@ -96,65 +99,58 @@ def expected(tokens: Tokens, layer: int, at: int, *, indexed: bool) -> Tensor:
 class Sequences:
     """Drives a cache as the engine does and checks every output against `expected`."""
 
-    def __init__(self, *, slots: int, indexed: bool) -> None:
+    def __init__(self, *, count: int, indexed: bool) -> None:
         self.indexed = indexed
+        each = -(-LENGTH // BLOCK)
         self.cache = LatentCache(
             layers=LAYERS,
             latent_dim=LATENT,
             rope_dim=ROPE,
             index_dim=INDEX_DIM if indexed else 0,
             index_layers=[layer for layer in range(LAYERS) if layer != SHARED] if indexed else [],
-            slots=slots,
-            length=LENGTH,
+            blocks=count * each,
+            block_tokens=BLOCK,
             dtype=torch.float32,
         )
-        self.tokens = [Tokens(seed) for seed in range(slots)]
-        self.held = [0] * slots
+        # What no sequence has written must never matter.
+        self.cache.rows.fill_(torch.nan)
+        self.cache.index_keys.fill_(torch.nan)
+        scattered = torch.randperm(count * each, generator=torch.Generator().manual_seed(count))
+        self.tables = scattered.view(count, each).to(torch.int32)
+        self.tokens = [Tokens(seed) for seed in range(count)]
+        self.held = [0] * count
 
-    def extend(self, first: int, counts: list[int], *, width: int | None = None) -> None:
-        width = width or max(counts)
-        slots = range(first, first + len(counts))
-        starts = torch.tensor([self.held[slot] for slot in slots])
-        positions = starts[:, None] + torch.arange(width)
-        self.cache.begin_extend(first, positions, counts, fresh=not starts.any())
-        self._pass(slots, counts, width)
-
-    def decode(self, count: int) -> None:
-        positions = torch.tensor(self.held[:count])[:, None]
-        self.cache.begin_decode(positions, max(self.held[:count]) + 1)
-        self._pass(range(count), [1] * count, 1)
-
-    def _pass(self, slots: range, counts: list[int], width: int) -> None:
+    def feed(self, counts: dict[int, int]) -> None:
+        """So many tokens of each of these sequences, in one pass."""
+        which = list(counts)
+        starts = [self.held[i] for i in which]
+        longest = max(self.held[i] + n for i, n in counts.items())
+        tables = self.tables[which, : -(-longest // BLOCK)].clone()
+        for row, i in zip(tables, which, strict=True):
+            row[-(-(self.held[i] + counts[i]) // BLOCK) :] = -1
+        self.cache.begin(PagedBatch.of(starts, list(counts.values()), tables, BLOCK))
         for layer in range(LAYERS):
-            rows = []
-            for slot, count in zip(slots, counts, strict=True):
-                start = self.held[slot]
-                window = slice(start, start + count)
-                parts = {n: p[layer, window] for n, p in self.tokens[slot].parts.items()}
-                # Padding holds numbers that must never matter.
-                rows.append(
-                    {
-                        n: torch.cat((p, p.new_full((width - count, *p.shape[1:]), 1e3)))
-                        for n, p in parts.items()
-                    }
-                )
-            got = self.cache.attend_latent(layer, query(layer, rows, indexed=self.indexed))
-            for row, (slot, count) in enumerate(zip(slots, counts, strict=True)):
-                for i in range(count):
-                    at = self.held[slot] + i
-                    want = expected(self.tokens[slot], layer, at, indexed=self.indexed)
-                    assert torch.allclose(got[row, i], want, atol=1e-5), (layer, slot, at)
-        for slot, count in zip(slots, counts, strict=True):
-            self.held[slot] += count
-
-    def swap(self, a: int, b: int) -> None:
-        self.cache.swap(a, b, self.held[a], self.held[b])
-        self.tokens[a], self.tokens[b] = self.tokens[b], self.tokens[a]
-        self.held[a], self.held[b] = self.held[b], self.held[a]
+            rows = [
+                {n: p[layer, start : start + counts[i]] for n, p in self.tokens[i].parts.items()}
+                for i, start in zip(which, starts, strict=True)
+            ]
+            got = self.cache.attend_latent(layer, query(layer, rows, indexed=self.indexed))[0]
+            places = [(i, self.held[i] + j) for i in which for j in range(counts[i])]
+            assert len(got) == len(places)
+            for out, (i, at) in zip(got, places, strict=True):
+                want = expected(self.tokens[i], layer, at, indexed=self.indexed)
+                assert torch.allclose(out, want, atol=1e-5), (layer, i, at)
+        for i, n in counts.items():
+            self.held[i] += n
 
     def copy(self, source: int, target: int, length: int) -> None:
-        """Slot `target` goes on from the first `length` tokens of `source` on its own."""
-        self.cache.copy(source, target, length)
+        """Sequence `target` goes on from the first `length` tokens of `source` on its own."""
+        whole = length // BLOCK
+        # Whole blocks are shared, the last one is copied.
+        self.tables[target, :whole] = self.tables[source, :whole]
+        if length % BLOCK:
+            blocks = (int(self.tables[i, whole]) for i in (source, target))
+            self.cache.copy(*blocks, length % BLOCK)
         for name, own in self.tokens[target].parts.items():
             own[:, :length] = self.tokens[source].parts[name][:, :length]
         self.held[target] = length
@@ -162,94 +158,84 @@ class Sequences:
 
 @pytest.mark.parametrize("indexed", [True, False])
 @pytest.mark.parametrize("expanding", [True, False])
-def test_chunks_decoding_copies_and_swaps_equal_brute_force(
+def test_chunks_decoding_and_copies_equal_brute_force(
     indexed: bool, expanding: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(LatentCache, "_expanding_pays", lambda *_: expanding)
-    run = Sequences(slots=4, indexed=indexed)
-    run.extend(0, [3, 1, 4])
-    run.decode(3)
-    run.extend(1, [4, 2], width=6)
-    run.decode(2)
-    run.swap(0, 2)
-    run.decode(3)
-    run.copy(1, 3, 4)
-    run.extend(2, [7, 9])
-    run.swap(0, 3)
-    run.decode(4)
-    # Padding of the longest slot runs past its last position.
-    run.extend(3, [LENGTH - run.held[3]], width=30)
-    run.extend(0, [LENGTH - run.held[0]])
+    monkeypatch.setattr(latent_cache, "_expanding_pays", lambda *_: expanding)
+    run = Sequences(count=4, indexed=indexed)
+    run.feed({0: 3, 1: 1, 2: 4})
+    run.feed({0: 1, 1: 1, 2: 1})
+    run.feed({2: 1, 0: 4, 1: 2})
+    run.feed({1: 1, 2: 1})
+    run.copy(2, 3, 6)
+    run.feed({3: 1, 0: 7, 1: 9})
+    run.feed({0: 1, 3: 3, 2: 5})
+    run.feed({i: LENGTH - run.held[i] for i in range(4)})
 
 
 @pytest.mark.parametrize("indexed", [True, False])
 def test_a_pass_of_real_weights_chooses_either_form(indexed: bool) -> None:
-    """Without the patch above: a fresh prefill expands, a chunk behind a long prefix absorbs."""
-    run = Sequences(slots=2, indexed=indexed)
-    run.extend(0, [12, 9])
-    run.extend(0, [1, 1])
+    """Without the patch above: a fresh prompt expands, a piece behind a long prefix absorbs."""
+    run = Sequences(count=2, indexed=indexed)
+    run.feed({0: 12, 1: 9})
+    run.feed({0: 2, 1: 1})
 
 
 def test_the_cheaper_form_depends_on_how_much_is_held(monkeypatch: pytest.MonkeyPatch) -> None:
-    run = Sequences(slots=1, indexed=False)
     pays = []
-    original = LatentCache._expanding_pays
+    original = latent_cache._expanding_pays
 
-    def spy(cache: LatentCache, query: LatentQuery) -> bool:
-        pays.append(original(cache, query))
+    def spy(query: LatentQuery, layout: Layout) -> bool:
+        pays.append(original(query, layout))
         return pays[-1]
 
-    monkeypatch.setattr(LatentCache, "_expanding_pays", spy)
-    run.extend(0, [20])
-    run.extend(0, [1])
+    monkeypatch.setattr(latent_cache, "_expanding_pays", spy)
+    run = Sequences(count=1, indexed=False)
+    run.feed({0: 20})
+    run.feed({0: 2})
     assert pays == [True] * LAYERS + [False] * LAYERS
     monkeypatch.setattr(latent_cache, "_EXPANDED_ELEMENTS", 10)
-    other = Sequences(slots=1, indexed=False)
-    other.extend(0, [20])
+    other = Sequences(count=1, indexed=False)
+    other.feed({0: 20})
     assert pays[2 * LAYERS :] == [False] * LAYERS
 
 
-def test_selection_does_not_depend_on_neighbours_chunks_or_slots() -> None:
+def test_selection_does_not_depend_on_neighbours_or_chunks() -> None:
     """Bit for bit, with scores that tie."""
 
-    def selections(first: int, neighbours: int, chunk: int) -> list[list[int]]:
-        """Per token of slot `first`, while it is fed in chunks beside others."""
-        run = Sequences(slots=6, indexed=True)
-        run.tokens[first] = Tokens(99)
+    def selections(count: int, mine: int, chunk: int) -> list[list[int]]:
+        """Per token of sequence `mine`, while it is fed in chunks beside others."""
+        run = Sequences(count=count, indexed=True)
+        run.tokens[mine] = Tokens(99)
+        place = {
+            int(block) * BLOCK + row: i * BLOCK + row
+            for i, block in enumerate(run.tables[mine])
+            for row in range(BLOCK)
+        }
         collected: list[list[int]] = []
         for start in range(0, LENGTH, chunk):
-            counts = [min(chunk, LENGTH - start)] * (1 + neighbours)
-            run.extend(first, counts)
+            n = min(chunk, LENGTH - start)
+            run.feed(dict.fromkeys(range(count), n))
             if run.cache.selection is None:
-                collected += [list(range(at + 1)) for at in range(start, start + counts[0])]
+                collected += [list(range(at + 1)) for at in range(start, start + n)]
             else:
-                mine = run.cache.selection[: counts[0]].tolist()
-                collected += [[row for row in rows if row >= 0] for rows in mine]
+                rows = run.cache.selection[mine * n : (mine + 1) * n].tolist()
+                collected += [[place[slot] for slot in row if slot >= 0] for row in rows]
         return collected
 
     want = [chosen(Tokens(99), LAYERS - 1, at) for at in range(LENGTH)]
     assert len({tuple(row) for row in want}) > 2 * TOPK
-    for first, neighbours, chunk in [(0, 0, LENGTH), (0, 0, 1), (0, 5, 3), (2, 3, 7), (5, 0, 11)]:
-        assert selections(first, neighbours, chunk) == want, (first, neighbours, chunk)
+    for count, mine, chunk in [(1, 0, LENGTH), (1, 0, 1), (6, 0, 3), (6, 2, 7), (2, 1, 11)]:
+        assert selections(count, mine, chunk) == want, (count, mine, chunk)
 
 
 def test_layers_that_share_need_a_selection_of_the_same_pass() -> None:
-    run = Sequences(slots=1, indexed=True)
+    run = Sequences(count=1, indexed=True)
     at = TOPK + 2
-    run.extend(0, [at])
+    run.feed({0: at})
     assert run.cache.selection is not None
-    run.cache.begin_decode(torch.tensor([[at]]), at + 1)
+    run.cache.begin(PagedBatch.of([at], [1], run.tables, BLOCK))
     assert run.cache.selection is None
     row = {name: part[SHARED, at : at + 1] for name, part in run.tokens[0].parts.items()}
     with pytest.raises(ValueError, match="layer 1 shares"):
         run.cache.attend_latent(SHARED, query(SHARED, [row], indexed=True))
-
-
-def test_cleared_slots_hold_zeros() -> None:
-    run = Sequences(slots=2, indexed=True)
-    run.extend(0, [4, 4])
-    run.cache.clear(0)
-    assert not run.cache.rows[:, 0].any()
-    assert not run.cache.index_keys[:, 0].any()
-    assert run.cache.rows[:, 1].any()
-    assert run.cache.index_keys[:, 1].any()

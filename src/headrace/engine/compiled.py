@@ -21,8 +21,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from headrace.engine.cache import SlotCache
 from headrace.engine.grouped_cache import GroupedCache
+from headrace.engine.paged_cache import PagedCache
 from headrace.model.decoder import Decoder
 
 _SOURCE = Path(__file__).with_name("decode_step.c")
@@ -79,6 +79,7 @@ class _Step(ctypes.Structure):
                 "cosine",
                 "sine",
                 "positions",
+                "tables",
                 "x",
                 "logits",
                 "scratch",
@@ -95,7 +96,9 @@ class _Step(ctypes.Structure):
                 "kv_heads",
                 "dim",
                 "vocab",
-                "stride",
+                "longest",
+                "table_width",
+                "block_tokens",
                 "interleaved",
             )
         ),
@@ -104,7 +107,7 @@ class _Step(ctypes.Structure):
 
 
 class CompiledStep:
-    """Decodes one token for each of slots 0..n-1. Make one with `create`.
+    """Decodes one token for each of n sequences. Make one with `create`.
 
     Holds a packed copy of every matrix, so `repack` must follow every change of the weights.
 
@@ -112,9 +115,12 @@ class CompiledStep:
         library: the compiled file.
         model: the decoder to mirror.
         cache: where its keys and values are.
+        longest: most tokens of a sequence.
     """
 
-    def __init__(self, library: ctypes.CDLL, model: Decoder, cache: GroupedCache) -> None:
+    def __init__(
+        self, library: ctypes.CDLL, model: Decoder, cache: GroupedCache, longest: int
+    ) -> None:
         self._library = library
         self._model = model
         self._cache = cache
@@ -135,7 +141,8 @@ class CompiledStep:
             kv_heads=shape.num_kv_heads,
             dim=shape.head_dim,
             vocab=shape.vocab_size,
-            stride=cache.stride,
+            longest=longest,
+            block_tokens=cache.block_tokens,
             interleaved=shape.rope_interleaved,
             epsilon=shape.norm_eps,
         )
@@ -143,7 +150,7 @@ class CompiledStep:
         self.repack()
 
     @classmethod
-    def create(cls, model: Decoder, cache: SlotCache) -> "CompiledStep | None":
+    def create(cls, model: Decoder, cache: PagedCache, longest: int) -> "CompiledStep | None":
         """The compiled step of a model with values in it, or None where it cannot be had."""
         if (
             not isinstance(cache, GroupedCache)
@@ -154,7 +161,7 @@ class CompiledStep:
         library = _library()
         if library is None:
             return None
-        step = cls(library, model, cache)
+        step = cls(library, model, cache, longest)
         error = step._error()
         if not error <= _TOLERANCE:
             _log.warning("compiled decode step is off by %s; decoding through torch", error)
@@ -199,8 +206,14 @@ class CompiledStep:
         self._packed.append(packed)
         return packed
 
-    def __call__(self, ids: Tensor, positions: Tensor) -> Tensor:
-        """Logits [n, V] after feeding `ids` [n] at `positions` [n], both contiguous int64."""
+    def __call__(self, ids: Tensor, positions: Tensor, tables: Tensor) -> Tensor:
+        """Logits [n, V] after feeding tokens to n sequences.
+
+        Args:
+            ids: [n] int64, contiguous.
+            positions: [n] int64, contiguous, where they go.
+            tables: [n, B] int32, contiguous, the blocks of each sequence.
+        """
         step = self._step
         n = len(ids)
         x = F.embedding(ids, self._model.embed.weight)
@@ -212,7 +225,8 @@ class CompiledStep:
                 self._scratch = torch.empty(size)
                 step.scratch = self._scratch.data_ptr()
         step.x, step.logits = x.data_ptr(), logits.data_ptr()
-        step.positions = positions.data_ptr()
+        step.positions, step.tables = positions.data_ptr(), tables.data_ptr()
+        step.table_width = tables.shape[1]
         self._library.decode_step(self._pointer)
         return logits
 
@@ -220,10 +234,12 @@ class CompiledStep:
     def _error(self) -> float:
         """Largest log-probability difference to the decoder over a few tokens of two sequences.
 
-        Writes to the first positions of the first slots, so it runs before the cache is in use.
+        Writes to the first blocks, so it runs before the cache is in use.
         """
-        rows = min(2, self._cache.keys.shape[1])
-        tokens = min(4, self._cache.length)
+        tokens = min(4, int(self._step.longest))
+        each = -(-tokens // self._cache.block_tokens)
+        rows = min(2, self._cache.blocks // each)
+        tables = torch.arange(rows * each, dtype=torch.int32).view(rows, each)
         generator = torch.Generator().manual_seed(0)
         vocab = self._model.config.vocab_size
         ids = torch.randint(0, vocab, (rows, tokens), generator=generator)
@@ -232,7 +248,8 @@ class CompiledStep:
             return 0.0  # Nothing to compare with; every request will fail whichever way it runs.
         worst = 0.0
         for at in range(tokens):
-            got = self(ids[:, at].contiguous(), torch.full((rows,), at)).log_softmax(-1)
+            positions = torch.full((rows,), at)
+            got = self(ids[:, at].contiguous(), positions, tables).log_softmax(-1)
             error = float((got - want[:, at]).abs().max())
             worst = max(worst, error) if error == error else float("inf")
         return worst

@@ -11,35 +11,69 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     Attributes:
         engine_id: stamped on every span.
-        max_slots: most sequences held at once, running and retained together.
-        max_running: most requests in the batch at once; at most max_slots.
+        max_running: most requests in the batch at once.
         max_context: most tokens of prompt + output.
-        max_waiting: most requests waiting for a slot; one more is refused.
-        prefill_tokens: most prompt tokens (padding included) computed per step, so that long
+        max_waiting: most requests waiting to run; one more is refused.
+        cache_tokens: tokens that the cache holds, of running requests and of finished ones whose
+            prefixes may come again; 0 is room for max_running requests of max_context tokens.
+        block_tokens: tokens of one block of the cache, the unit it is given out in.
+        prefill_tokens: most prompt tokens computed per step while anything decodes, so that long
             prompts delay running requests by a bounded time.
+        step_tokens: most tokens of a step; 0 is max_running + prefill_tokens.
         dtype: "float32" or "bfloat16", of weights and cache.
+        weights: "same" multiplies by weights of `dtype`; "int8" by 8-bit ones, with activations
+            rounded to 8 bits per row, except the output projection. Half the memory traffic of
+            bfloat16, at the price of logprobs that differ from the trainer's.
         compiled: decode through the compiled step where model and machine allow it.
+        deterministic: a request's tokens do not depend, to the bit, on what runs beside it.
         seed: of the draws of requests without a seed of their own; None takes one from the OS.
     """
 
     engine_id: str = "engine-0"
-    max_slots: int = 64
     max_running: int = 64
     max_context: int = 1024
     max_waiting: int = 1024
+    cache_tokens: int = 0
+    block_tokens: int = 16
     prefill_tokens: int = 512
+    step_tokens: int = 0
     dtype: str = "float32"
+    weights: str = "same"
     compiled: bool = True
+    deterministic: bool = False
     seed: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("max_slots", "max_running", "max_context", "max_waiting", "prefill_tokens"):
+        for name in ("max_running", "max_context", "max_waiting", "block_tokens", "prefill_tokens"):
             if getattr(self, name) < 1:
                 raise ValueError(f"EngineConfig: {name} is {getattr(self, name)}; it must be >= 1")
+        for name in ("cache_tokens", "step_tokens"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"EngineConfig: {name} is {getattr(self, name)}; it must be >= 0")
         if self.max_context < 2:
             raise ValueError("EngineConfig: max_context must hold a prompt and an output token")
+        if 0 < self.step_tokens <= self.max_running:
+            raise ValueError(
+                f"EngineConfig: step_tokens {self.step_tokens} must exceed max_running "
+                f"{self.max_running}, or prompts would never be computed"
+            )
         if self.dtype not in ("float32", "bfloat16"):
             raise ValueError(f"EngineConfig: dtype {self.dtype!r} is not float32 or bfloat16")
+        if self.weights not in ("same", "int8"):
+            raise ValueError(f"EngineConfig: weights {self.weights!r} is not same or int8")
+
+    @property
+    def blocks(self) -> int:
+        """Blocks of the cache."""
+        whole = -(-self.max_context // self.block_tokens)
+        if self.cache_tokens:
+            return max(1, self.cache_tokens // self.block_tokens)
+        return self.max_running * whole
+
+    @property
+    def pass_tokens(self) -> int:
+        """Most tokens of a step."""
+        return self.step_tokens or self.max_running + self.prefill_tokens
 
 
 class EngineStats(msgspec.Struct):
@@ -49,14 +83,18 @@ class EngineStats(msgspec.Struct):
         version: weight version in use.
         busy_s: seconds spent inside `step` and `load_weights`.
         tokens_sampled: tokens drawn.
-        tokens_prefilled: tokens computed by prefill passes, without padding, recomputation
-            after a weight update included.
+        tokens_prefilled: prompt tokens computed, and tokens computed again after a weight update
+            or a preemption.
         tokens_reused: prompt tokens whose keys and values were taken from a held sequence.
         tokens_recomputed: tokens computed again because the weights changed under a request.
         requests_finished: of any reason, aborts and deadlines included.
         requests_failed: ended without a result (non-finite logits).
-        waiting: requests without a slot.
-        running: requests holding one.
+        waiting: requests that do not run.
+        running: requests that do.
+        preemptions: requests that gave up their blocks to one ahead of them, to go on later.
+        blocks: blocks of the cache.
+        blocks_free: of them, those that hold nothing.
+        blocks_cached: of them, those that hold a prefix which may come again.
         updates: weight updates done.
         last_update_pause_s: seconds the last update kept every request from moving (loading; the
             recomputation after it is spread over the steps that follow).
@@ -72,5 +110,9 @@ class EngineStats(msgspec.Struct):
     requests_failed: int = 0
     waiting: int = 0
     running: int = 0
+    preemptions: int = 0
+    blocks: int = 0
+    blocks_free: int = 0
+    blocks_cached: int = 0
     updates: int = 0
     last_update_pause_s: float = 0.0

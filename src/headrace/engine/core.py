@@ -1,45 +1,46 @@
-"""The engine itself: a synchronous continuous batch over one decoder and one slot cache.
+"""The engine itself: a synchronous continuous batch over one decoder and one paged cache.
 
-Each `step` admits waiting requests, prefills some of them and decodes one token for every running
-one, so a request joins and leaves the batch at any step. It knows nothing of processes, sockets or
-text; `worker` drives it and `client` is what others hold.
+Each `step` is one pass of the model over the tokens that the scheduler chose: one for every running
+request and pieces of prompts beside them, so a request joins and leaves the batch at any step. The
+core knows nothing of processes, sockets or text; `worker` drives it and `client` is what others
+hold.
 
-Slots are ordered: [running | prefilling | retained and empty]. Running slots being neighbours is
-what lets a decode pass work on views of the cache. A finished request's slot keeps its keys and
-values until the space is needed, and a prompt that starts like any held sequence copies or takes
-over that prefix (several turns of one agent, several rollouts of one prompt). New weights make all
-of it worthless: everything held is dropped and running requests compute their whole sequence again
-before they sample their next token (law L8).
+What a finished request computed stays in the prefix tree until its blocks are needed, and a prompt
+that starts like anything held computes only the rest (several turns of one agent, several rollouts
+of one prompt). New weights make all of it worthless: everything held is dropped and running
+requests compute their whole sequence again before they sample their next token (law L8).
 """
 
 import heapq
 import secrets
 import time
-from collections import deque
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import NamedTuple
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 import torch
+from torch import Tensor
 
-from headrace.engine.cache import SlotCache
+from headrace.engine.blocks import BlockPool
 from headrace.engine.compiled import CompiledStep
 from headrace.engine.config import EngineConfig, EngineStats
 from headrace.engine.grouped_cache import GroupedCache
 from headrace.engine.latent_cache import LatentCache
 from headrace.engine.live import Live, check
+from headrace.engine.packed_model import PackedProducts
+from headrace.engine.paged_cache import PagedBatch, PagedCache
+from headrace.engine.prefix import PrefixTree
 from headrace.engine.sampling import SamplingBatch
-from headrace.engine.slots import SlotTable, Tokens, common_prefix
+from headrace.engine.scheduler import Scheduler
+from headrace.engine.sequence import Chunk, Sequence
 from headrace.engine.types import EngineError, GenerationRequest, GenerationResult
 from headrace.model.checkpoint import load_weights_into
 from headrace.model.decoder import Decoder
 from headrace.model.linear import store_input_major
+from headrace.ops import row_independent
 from headrace.rollout.types import FinishReason
-
-_MIN_AWAITED = 32
-"""Wait for a neighbour's prefill to copy from only if it saves at least this many tokens."""
 
 
 class GenerationFailure(NamedTuple):
@@ -61,7 +62,8 @@ class EngineCore:
         clock: monotonic seconds, for deadlines and timings.
 
     Raises:
-        ValueError: max_context is longer than the model's positions.
+        ValueError: max_context is longer than the model's positions, or deterministic is asked of
+            a model with latent attention.
     """
 
     def __init__(
@@ -73,32 +75,40 @@ class EngineCore:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         shape = model.config
+        if config.deterministic and shape.latent is not None:
+            raise ValueError(
+                "deterministic needs products that do not depend on the batch, which latent "
+                "attention and experts do not have yet; leave it out for this model"
+            )
         if config.max_context > shape.max_positions:
             raise ValueError(
                 f"max_context {config.max_context} exceeds the model's {shape.max_positions} "
                 "positions; lower it"
             )
         self.model = model.eval()
-        store_input_major(model)
+        self._products = _pack(model, config)
         self.config = config
         self._clock = clock
         self._vocab = shape.vocab_size
         self._cache = _new_cache(model, config)
-        self._compiled = CompiledStep.create(model, self._cache) if config.compiled else None
-        slots = config.max_slots
-        self._max_running = min(config.max_running, slots)
-        self._live: list[Live | None] = [None] * slots
-        # A running slot has known == held + 1: the newest token is the next input.
-        self._slots = SlotTable(self._cache, slots)
-        self._running = 0
-        self._prefilling = 0
-        self._waiting: deque[Live] = deque()
+        self._compiled = None
+        if config.compiled and self._products is None:
+            self._compiled = CompiledStep.create(model, self._cache, config.max_context)
+        self._pool = BlockPool(config.blocks, config.block_tokens)
+        self._tree = PrefixTree(self._pool, version)
+        self._scheduler = Scheduler(
+            self._pool,
+            self._tree,
+            max_running=config.max_running,
+            max_waiting=config.max_waiting,
+            max_context=config.max_context,
+            step_tokens=config.pass_tokens,
+            prefill_tokens=config.prefill_tokens,
+        )
         self._open: dict[str, Live] = {}
         self._ended: list[GenerationResult | GenerationFailure] = []
         self._deadlines: list[tuple[float, str]] = []
-        self._batch: SamplingBatch | None = None
-        self._next_ids = torch.empty(0, 1, dtype=torch.int64)
-        self._positions = torch.empty(0, 1, dtype=torch.int64)
+        self._batch: tuple[list[Live], SamplingBatch] = ([], SamplingBatch([], [], []))
         self._poisoned = False
         first_seed = secrets.randbits(64) if config.seed is None else config.seed
         self._seeds = np.random.default_rng(first_seed)
@@ -121,10 +131,18 @@ class EngineCore:
 
     def stats(self) -> EngineStats:
         """A copy of the counters and the present load."""
+        scheduler = self._scheduler
         return msgspec.structs.replace(
             self._stats,
-            waiting=len(self._waiting),
-            running=self._running + self._prefilling,
+            waiting=scheduler.waiting,
+            running=scheduler.running,
+            preemptions=scheduler.preempted,
+            tokens_prefilled=scheduler.prefilled_tokens,
+            tokens_reused=scheduler.reused_tokens,
+            tokens_recomputed=scheduler.dropped_tokens,
+            blocks=self._pool.blocks,
+            blocks_free=self._pool.free,
+            blocks_cached=self._tree.held,
         )
 
     def add(self, request: GenerationRequest) -> None:
@@ -136,25 +154,31 @@ class EngineCore:
         check(request, vocab=self._vocab, max_context=self.config.max_context)
         if request.id in self._open:
             raise EngineError(EngineError.INVALID, f"id {request.id!r} is in use")
-        # Whoever fits a free slot is admitted by the next step and does not count as waiting.
-        if len(self._waiting) >= self.config.max_waiting + self._max_running - self._active:
-            raise EngineError(
-                EngineError.OVERLOADED, f"{len(self._waiting)} requests are waiting already"
-            )
-        sampling = request.sampling
-        seed = sampling.seed
+        seed = request.sampling.seed
         if seed is None:
             seed = int(self._seeds.integers(1 << 63))
+        now = self._clock()
         room = self.config.max_context - len(request.prompt_ids)
-        live = Live(request, seed=seed, limit=min(sampling.max_tokens, room), now=self._clock())
+        sequence = Sequence(
+            request.id,
+            np.array(request.prompt_ids, dtype=np.int32),
+            limit=min(request.sampling.max_tokens, room),
+            session=request.session or request.id,
+            priority=request.priority,
+            arrived=now,
+            deadline=now + request.timeout_s,
+            takes_over=request.sampling.prompt_logprobs is None,
+        )
+        self._scheduler.add(sequence)
+        live = Live(request, sequence, seed=seed)
         self._open[request.id] = live
-        self._waiting.append(live)
-        heapq.heappush(self._deadlines, (live.deadline, request.id))
+        heapq.heappush(self._deadlines, (sequence.deadline, request.id))
 
     def abort(self, request_id: str) -> None:
         """End a request early; the next `step` returns what it has. Unknown ids are ignored."""
-        if request_id in self._open:
-            self._end_early(request_id, FinishReason.ABORTED)
+        live = self._open.get(request_id)
+        if live is not None:
+            self._finish(live, FinishReason.ABORTED)
 
     def collect(self) -> list[GenerationResult | GenerationFailure]:
         """What ended outside `step` (aborts) and was not returned yet."""
@@ -174,54 +198,36 @@ class EngineCore:
         if version < 0:
             raise EngineError(EngineError.INVALID, f"version is {version}; it must be >= 0")
         started = time.perf_counter()
+        loaded = self.version
         try:
             load_weights_into(self.model, path)
+            loaded = version
         finally:
             # Whatever was read before a failure, keys and values are no longer to be trusted.
-            self._drop_held()
-        if not all(bool(p.sum().isfinite()) for p in self.model.parameters()):
-            self._poisoned = True
-        if self._compiled is not None:
-            self._compiled.repack()
+            self._scheduler.drop_computed(loaded)
+        self._poisoned = not all(bool(p.sum().isfinite()) for p in self.model.parameters())
+        for packed in (self._compiled, self._products):
+            if packed is not None:
+                packed.repack()
         self._stats.version = version
-        for live in self._live:
-            if live is not None:
+        for live in self._open.values():
+            if live.started is not None:
                 live.stamp(version)
         pause = time.perf_counter() - started
         self._stats.updates += 1
         self._stats.last_update_pause_s = pause
         self._stats.busy_s += pause
 
-    def _drop_held(self) -> None:
-        """Forget all keys and values; every running request becomes a prefilling one."""
-        if self._poisoned:
-            for slot in np.flatnonzero(self._slots.known):
-                self._slots.clear(int(slot))
-            self._poisoned = False
-        active = self._active
-        self._stats.tokens_recomputed += int(self._slots.held[:active].sum())
-        order = self._slots.drop_held(active)
-        self._live[:active] = [self._live[i] for i in order]
-        self._prefilling, self._running = active, 0
-        self._batch = None
-
-    @property
-    def _active(self) -> int:
-        return self._running + self._prefilling
-
     @torch.inference_mode()
     def step(self) -> list[GenerationResult | GenerationFailure]:
-        """Admit, prefill, decode one token for every running request; returns what ended."""
+        """One pass over what the scheduler chose; returns what ended."""
         started = time.perf_counter()
         self._expire()
-        # One cohort at a time: closing gaps reorders prefilling slots, so an open-ended cohort
-        # could leave one of them waiting for ever.
-        if self._waiting and not self._prefilling and self._running < self._max_running:
-            self._admit()
-        if self._prefilling:
-            self._prefill()
-        if self._running:
-            self._decode()
+        plan = self._scheduler.plan()
+        for copy in plan.copies:
+            self._cache.copy(copy.source, copy.target, copy.tokens)
+        if plan.chunks:
+            self._compute(plan.chunks)
         self._stats.busy_s += time.perf_counter() - started
         return self.collect()
 
@@ -233,181 +239,26 @@ class EngineCore:
             deadline, request_id = heapq.heappop(self._deadlines)
             live = self._open.get(request_id)
             # An id may have been used again after its first request ended.
-            if live is not None and live.deadline == deadline:
-                self._end_early(request_id, FinishReason.DEADLINE)
+            if live is not None and live.sequence.deadline == deadline:
+                self._finish(live, FinishReason.DEADLINE)
 
-    def _end_early(self, request_id: str, reason: FinishReason) -> None:
-        live = self._open[request_id]
-        if live.started is None:
-            self._waiting.remove(live)
-        else:
-            self._release(self._live.index(live))
-        self._finish(live, reason)
-
-    def _finish(self, live: Live, reason: FinishReason) -> None:
+    def _end(self, live: Live) -> None:
+        """Forget a request; what it computed stays for others unless it may not be finite."""
         del self._open[live.request.id]
-        now = self._clock()
-        self._stats.requests_finished += 1
-        self._ended.append(
-            GenerationResult(
-                live.request.id,
-                live.spans(self.config.engine_id),
-                reason,
-                queue_s=(now if live.started is None else live.started) - live.arrived,
-                total_s=now - live.arrived,
-            )
-        )
+        self._scheduler.finish(live.sequence, keep=not self._poisoned)
         if len(self._deadlines) > 64 + 2 * len(self._open):
-            self._deadlines = [(a.deadline, a.request.id) for a in self._open.values()]
+            self._deadlines = [(a.sequence.deadline, a.request.id) for a in self._open.values()]
             heapq.heapify(self._deadlines)
 
-    def _release(self, slot: int) -> None:
-        """Take the request out of `slot`, keeping what it holds, and close the gap it leaves."""
-        self._batch = None
-        self._live[slot] = None
-        self._slots.touch(slot)
-        if slot < self._running:
-            self._running -= 1
-            self._swap(slot, self._running)
-            slot = self._running
-            self._swap(slot, slot + self._prefilling)
-        else:
-            self._prefilling -= 1
-            self._swap(slot, self._active)
-
-    def _swap(self, a: int, b: int) -> None:
-        self._slots.swap(a, b)
-        self._live[a], self._live[b] = self._live[b], self._live[a]
-
-    # -- admission ------------------------------------------------------------------------------
-
-    def _admit(self) -> None:
-        """Give waiting requests slots, first come first served, best prefix first.
-
-        A request that shares much of its prompt with one just admitted waits for that one,
-        then copies: a group of rollouts of one prompt computes it once.
-        """
-        chosen: list[tuple[int, Live, Tokens]] = []
-        passed: list[Live] = []
-        awaited: list[Tokens] = []
-        room = self._max_running - self._running
-        while self._waiting and len(chosen) < room and len(passed) < room:
-            live = self._waiting.popleft()
-            prompt = np.array(live.request.prompt_ids, dtype=np.int32)
-            ready = int(self._slots.shared(prompt).max())
-            if any(common_prefix(prompt[:-1], other) >= ready + _MIN_AWAITED for other in awaited):
-                passed.append(live)
-                continue
-            awaited.append(prompt)
-            chosen.append((len(prompt) - ready, live, prompt))
-        self._waiting.extendleft(reversed(passed))
-        chosen.sort(key=lambda item: item[0])
-        for _, live, prompt in chosen:
-            target = self._active
-            self._stats.tokens_reused += self._slots.place(prompt, target)
-            self._live[target] = live
-            live.started = self._clock()
-            live.stamp(self.version)
-            self._prefilling += 1
-
-    # -- computing ------------------------------------------------------------------------------
-
-    def _prefill(self) -> None:
-        """Compute prompt tokens of the first prefilling slots, within the budget of one step."""
-        first = self._running
-        todo = (self._slots.known - self._slots.held)[first : self._active]
-        count, width = _prefill_group(todo, self.config.prefill_tokens)
-        rows = slice(first, first + count)
-        todo = np.minimum(todo[:count], width)
-        starts = self._slots.held[rows]
-        columns = starts[:, None] + np.arange(width)
-        inputs = self._slots.tokens[
-            np.arange(first, first + count)[:, None], columns.clip(max=self.config.max_context)
-        ]
-        positions = torch.from_numpy(columns)
-        self._cache.begin_extend(first, positions, todo.tolist(), fresh=not starts.any())
-        hidden = self.model(
-            torch.from_numpy(inputs.astype(np.int64)),
-            positions.clamp(max=self.config.max_context - 1),
-            self._cache,
-        )
-        self._slots.held[rows] += todo
-        self._stats.tokens_prefilled += int(todo.sum())
-        if self._slots.held[first] < self._slots.known[first]:
-            return
-        last = hidden[torch.arange(count), torch.from_numpy(todo - 1)]
-        batch = self._sampling_batch(first, count)
-        ids, logprobs = batch.sample(self.model.logits(last))
-        self._running += count
-        self._prefilling -= count
-        self._batch = None
-        self._accept(first, ids.tolist(), logprobs.tolist())
-
-    def _decode(self) -> None:
-        """One token for every running slot."""
-        n = self._running
-        if self._batch is None:
-            self._batch = self._sampling_batch(0, n)
-            self._next_ids = torch.from_numpy(
-                self._slots.tokens[np.arange(n), self._slots.held[:n]].astype(np.int64)
-            )[:, None]
-            self._positions = torch.from_numpy(self._slots.held[:n].copy())[:, None]
-        if self._compiled is not None:
-            logits = self._compiled(self._next_ids.view(-1), self._positions.view(-1))
-        else:
-            self._cache.begin_decode(self._positions, int(self._slots.held[:n].max()) + 1)
-            hidden = self.model(self._next_ids, self._positions, self._cache)
-            logits = self.model.logits(hidden[:, 0])
-        ids, logprobs = self._batch.sample(logits)
-        self._slots.held[:n] += 1
-        self._next_ids = ids[:, None]
-        self._positions = self._positions + 1
-        self._accept(0, ids.tolist(), logprobs.tolist())
-
-    def _sampling_batch(self, first: int, count: int) -> SamplingBatch:
-        lives = [live for live in self._live[first : first + count] if live is not None]
-        return SamplingBatch(
-            [live.request.sampling for live in lives],
-            [live.seed for live in lives],
-            [len(live.ids) for live in lives],
-        )
-
-    def _accept(self, first: int, ids: list[int], logprobs: list[float]) -> None:
-        """Append one sampled token to each slot from `first` on, and end those that are done."""
-        n = len(ids)
-        slots = np.arange(first, first + n)
-        self._slots.tokens[slots, self._slots.known[slots]] = ids
-        self._slots.known[slots] += 1
-        self._stats.tokens_sampled += n
-        done: list[tuple[int, FinishReason | None]] = []
-        for i, live in enumerate(self._live[first : first + n]):
-            assert live is not None
-            token, logprob = ids[i], logprobs[i]
-            if logprob != logprob:
-                done.append((first + i, None))
-                continue
-            live.ids.append(token)
-            live.logprobs.append(logprob)
-            if token in live.stop_ids:
-                done.append((first + i, FinishReason.STOP))
-            elif len(live.ids) >= live.limit:
-                done.append((first + i, FinishReason.LENGTH))
-        # From the back, so that closing a gap never moves a slot that is still to be ended.
-        for slot, reason in reversed(done):
-            live = self._live[slot]
-            assert live is not None
-            self._release(slot)
-            if reason is None:
-                self._fail(live)
-            else:
-                self._finish(live, reason)
+    def _finish(self, live: Live, reason: FinishReason) -> None:
+        self._end(live)
+        self._stats.requests_finished += 1
+        self._ended.append(live.result(self.config.engine_id, reason, self._clock()))
 
     def _fail(self, live: Live) -> None:
         """End a request whose logits are not finite; what it wrote must never be reused."""
         self._poisoned = True
-        # `_release` left the slot just behind the active ones.
-        self._slots.clear(self._active)
-        del self._open[live.request.id]
+        self._end(live)
         self._stats.requests_failed += 1
         self._ended.append(
             GenerationFailure(
@@ -417,18 +268,142 @@ class EngineCore:
             )
         )
 
+    # -- computing ------------------------------------------------------------------------------
 
-def _new_cache(model: Decoder, config: EngineConfig) -> SlotCache:
+    def _compute(self, chunks: list[Chunk]) -> None:
+        """Run the pass and hand its logits to the requests whose next token they give."""
+        lives = [self._open[chunk.sequence.id] for chunk in chunks]
+        if any(live.started is None for live in lives):
+            now = self._clock()
+            for live in lives:
+                if live.started is None:
+                    live.started = now
+                    live.stamp(self.version)
+        decoding = 0
+        if self._compiled is not None:
+            decoding = next(
+                (i for i, c in enumerate(chunks) if c.count != 1 or not c.samples), len(chunks)
+            )
+        logits = []
+        if decoding:
+            logits.append(self._decode(chunks[:decoding]))
+        if decoding < len(chunks):
+            logits.append(self._extend(chunks[decoding:], lives[decoding:]))
+        sampling = [live for live, chunk in zip(lives, chunks, strict=True) if chunk.samples]
+        if not sampling:
+            for chunk in chunks:
+                self._scheduler.advance(chunk, None)
+            return
+        rows = logits[0] if len(logits) == 1 else torch.cat(logits)
+        self._accept(chunks, sampling, rows)
+
+    def _decode(self, chunks: list[Chunk]) -> Tensor:
+        """Logits [n, V] of one token of each sequence, through the compiled step."""
+        assert self._compiled is not None
+        sequences = [chunk.sequence for chunk in chunks]
+        ids = torch.tensor([int(s.tokens[-1]) for s in sequences])
+        positions = torch.tensor([chunk.start for chunk in chunks])
+        return self._compiled(ids, positions, _tables(sequences))
+
+    def _extend(self, chunks: list[Chunk], lives: list[Live]) -> Tensor:
+        """Logits [m, V] of the last rows of those chunks that sample, through the decoder."""
+        starts, counts = [c.start for c in chunks], [c.count for c in chunks]
+        tables = _tables([c.sequence for c in chunks])
+        batch = PagedBatch.of(starts, counts, tables, self.config.block_tokens)
+        ids = np.concatenate([c.sequence.tokens[c.start : c.start + c.count] for c in chunks])
+        self._cache.begin(batch)
+        rows = torch.from_numpy(ids.astype(np.int64))[None]
+        with row_independent() if self.config.deterministic else nullcontext():
+            hidden = self.model(rows, batch.positions[None], self._cache)[0]
+        logits_of = self.model.logits if self._products is None else self._products.logits
+        end = 0
+        last = []
+        for chunk, live in zip(chunks, lives, strict=True):
+            first, end = end, end + chunk.count
+            if chunk.samples:
+                last.append(end - 1)
+            if live.scores_prompt:
+                live.score_prompt(chunk.start, logits_of(hidden[first:end]))
+        return logits_of(hidden[last])
+
+    def _accept(self, chunks: list[Chunk], lives: list[Live], logits: Tensor) -> None:
+        """Sample one token for each of `lives`, and end those that are done."""
+        if self._batch[0] != lives:
+            self._batch = (lives, _sampling_batch(lives))
+        draw = self._batch[1].sample(logits)
+        alternatives = draw.alternatives or [()] * len(lives)
+        sampled = zip(
+            lives,
+            draw.ids.tolist(),
+            draw.logprobs.tolist(),
+            draw.raw_logprobs.tolist(),
+            alternatives,
+            strict=True,
+        )
+        done: list[tuple[Live, FinishReason | None]] = []
+        for chunk in chunks:
+            if not chunk.samples:
+                self._scheduler.advance(chunk, None)
+                continue
+            live, token, logprob, raw_logprob, likeliest = next(sampled)
+            if logprob != logprob:
+                done.append((live, None))
+                continue
+            self._scheduler.advance(chunk, token)
+            live.add(token, logprob, raw_logprob, likeliest)
+            if token in live.stop_ids:
+                done.append((live, FinishReason.STOP))
+            elif len(live.ids) >= live.sequence.limit:
+                done.append((live, FinishReason.LENGTH))
+        self._stats.tokens_sampled += len(lives)
+        for live, reason in done:
+            if reason is None:
+                self._fail(live)
+            else:
+                self._finish(live, reason)
+
+
+def _tables(sequences: list[Sequence]) -> Tensor:
+    """Their blocks, int32 [n, B], -1 behind the last one."""
+    longest = max(len(s.blocks) for s in sequences)
+    tables = np.full((len(sequences), longest), -1, dtype=np.int32)
+    for row, sequence in zip(tables, sequences, strict=True):
+        row[: len(sequence.blocks)] = sequence.blocks
+    return torch.from_numpy(tables)
+
+
+def _sampling_batch(lives: list[Live]) -> SamplingBatch:
+    return SamplingBatch(
+        [live.request.sampling for live in lives],
+        [live.seed for live in lives],
+        [len(live.ids) for live in lives],
+        [live.request.prompt_ids for live in lives],
+        [live.ids for live in lives],
+    )
+
+
+def _pack(model: Decoder, config: EngineConfig) -> PackedProducts | None:
+    """Packed products where the config asks for what only they give, or where they are faster."""
+    if config.weights == "int8":
+        return PackedProducts(model, "int8")
+    half = model.embed.weight.dtype == torch.bfloat16
+    if half or config.deterministic:
+        return PackedProducts(model, "bfloat16" if half else "float32")
+    store_input_major(model)
+    return None
+
+
+def _new_cache(model: Decoder, config: EngineConfig) -> PagedCache:
     """An empty cache of the kind the model's attention needs."""
     shape, dtype = model.config, model.embed.weight.dtype
-    layers, slots, length = shape.num_layers, config.max_slots, config.max_context
+    layers = shape.num_layers
     if shape.latent is None:
         return GroupedCache(
             layers=layers,
             kv_heads=shape.num_kv_heads,
             head_dim=shape.head_dim,
-            slots=slots,
-            length=length,
+            blocks=config.blocks,
+            block_tokens=config.block_tokens,
             dtype=dtype,
         )
     indexed: list[int] = []
@@ -440,25 +415,7 @@ def _new_cache(model: Decoder, config: EngineConfig) -> SlotCache:
         rope_dim=shape.latent.rope_dim,
         index_dim=0 if shape.indexer is None else shape.indexer.head_dim,
         index_layers=indexed,
-        slots=slots,
-        length=length,
+        blocks=config.blocks,
+        block_tokens=config.block_tokens,
         dtype=dtype,
     )
-
-
-def _prefill_group(todo: npt.NDArray[np.int64], budget: int) -> tuple[int, int]:
-    """How many leading rows to prefill together and how many tokens of each: (count, width).
-
-    Rows are padded to the longest, so a row joins only while the padded size stays within the
-    budget and padding within a quarter. A row alone may be cut to the budget.
-    """
-    count, width, useful = 1, int(todo[0]), int(todo[0])
-    if width >= budget:
-        return 1, budget
-    for tokens in todo[1:].tolist():
-        wider = max(width, tokens)
-        padded = (count + 1) * wider
-        if padded > budget or padded > 1.25 * (useful + tokens) + 64:
-            break
-        count, width, useful = count + 1, wider, useful + tokens
-    return count, width

@@ -33,7 +33,7 @@ typedef struct {
     const float *feed_forward_norm;        /* [hidden] */
     const float *gate_up;                  /* packed hidden -> 2 inner */
     const float *down;                     /* packed inner -> hidden */
-    float *keys, *values;                  /* [slots, Hkv, stride, d]; row i lives in slot i */
+    float *keys, *values;                  /* [blocks, Hkv, block_tokens, d] */
 } Layer;
 
 typedef struct {
@@ -42,10 +42,12 @@ typedef struct {
     const float *head;            /* packed hidden -> vocab */
     const float *cosine, *sine;   /* [positions, d], sine signed */
     const int64_t *positions;     /* [n] */
+    const int32_t *tables;        /* [n, table_width], the blocks of each sequence */
     float *x;                     /* [n, hidden]: embedded tokens in, overwritten */
     float *logits;                /* [n, vocab] out */
     float *scratch;               /* scratch_size() floats */
-    int64_t n, num_layers, hidden, inner, heads, kv_heads, dim, vocab, stride, interleaved;
+    int64_t n, num_layers, hidden, inner, heads, kv_heads, dim, vocab, longest, table_width, block_tokens,
+        interleaved;
     float epsilon;
 } Step;
 
@@ -53,7 +55,7 @@ int64_t panel_width(void) { return PANEL; }
 
 int64_t scratch_size(const Step *s) {
     int64_t width = (s->heads + 2 * s->kv_heads) * s->dim;
-    int64_t scores = s->heads / s->kv_heads * s->stride;
+    int64_t scores = s->heads / s->kv_heads * s->longest;
     return s->n * (s->hidden + width + s->heads * s->dim + 3 * s->inner) + scores;
 }
 
@@ -145,24 +147,29 @@ static void rotate(float *restrict x, const float *restrict cosine, const float 
     }
 }
 
-/* One sequence's group of query heads over its key head. dim and group are constants after inlining
- * for common sizes, which keeps queries and sums in registers. Each pass prefetches what the next
- * one reads: the pass over keys the values, the pass over values the next head's keys. */
+/* One sequence's group of query heads over its key head, block by block. dim and group are constants
+ * after inlining for common sizes, which keeps queries and sums in registers. Each pass prefetches
+ * what the next one reads: the pass over keys the values, the pass over values the next head's keys,
+ * which follow in the same block. */
 static inline __attribute__((always_inline)) void attend_group(
     const float *restrict q, const float *restrict keys, const float *restrict values,
-    int64_t length, int64_t stride, float *restrict scores, float *restrict out, const int64_t dim,
+    const int32_t *restrict table, int64_t block_tokens, int64_t block_stride, int64_t length,
+    int64_t stride, float *restrict scores, float *restrict out, const int64_t dim,
     const int64_t group) {
     float query[group * dim], sum[group * dim], total[group];
     const float scale = 1.0f / __builtin_sqrtf((float)dim);
-    const float *next = keys + stride * dim;
     for (int64_t t = 0; t < group * dim; t++) query[t] = q[t] * scale;
-    for (int64_t j = 0; j < length; j++) {
-        const float *restrict key = keys + j * dim;
-        for (int64_t t = 0; t < dim; t += LINE) __builtin_prefetch(values + j * dim + t);
-        for (int64_t g = 0; g < group; g++) {
-            float dot = 0.0f;
-            for (int64_t t = 0; t < dim; t++) dot += query[g * dim + t] * key[t];
-            scores[g * stride + j] = dot;
+    for (int64_t first = 0; first < length; first += block_tokens) {
+        const int64_t base = table[first / block_tokens] * block_stride;
+        const int64_t count = length - first < block_tokens ? length - first : block_tokens;
+        for (int64_t j = 0; j < count; j++) {
+            const float *restrict key = keys + base + j * dim;
+            for (int64_t t = 0; t < dim; t += LINE) __builtin_prefetch(values + base + j * dim + t);
+            for (int64_t g = 0; g < group; g++) {
+                float dot = 0.0f;
+                for (int64_t t = 0; t < dim; t++) dot += query[g * dim + t] * key[t];
+                scores[g * stride + first + j] = dot;
+            }
         }
     }
     for (int64_t g = 0; g < group; g++) {
@@ -177,12 +184,17 @@ static inline __attribute__((always_inline)) void attend_group(
         total[g] = all;
     }
     memset(sum, 0, sizeof sum);
-    for (int64_t j = 0; j < length; j++) {
-        const float *restrict value = values + j * dim;
-        for (int64_t t = 0; t < dim; t += LINE) __builtin_prefetch(next + j * dim + t);
-        for (int64_t g = 0; g < group; g++)
-            for (int64_t t = 0; t < dim; t++)
-                sum[g * dim + t] += scores[g * stride + j] * value[t];
+    for (int64_t first = 0; first < length; first += block_tokens) {
+        const int64_t base = table[first / block_tokens] * block_stride;
+        const float *next = keys + base + block_tokens * dim;
+        const int64_t count = length - first < block_tokens ? length - first : block_tokens;
+        for (int64_t j = 0; j < count; j++) {
+            const float *restrict value = values + base + j * dim;
+            for (int64_t t = 0; t < dim; t += LINE) __builtin_prefetch(next + j * dim + t);
+            for (int64_t g = 0; g < group; g++)
+                for (int64_t t = 0; t < dim; t++)
+                    sum[g * dim + t] += scores[g * stride + first + j] * value[t];
+        }
     }
     for (int64_t g = 0; g < group; g++)
         for (int64_t t = 0; t < dim; t++) out[g * dim + t] = sum[g * dim + t] / total[g];
@@ -192,21 +204,26 @@ static inline __attribute__((always_inline)) void attend_group(
 static void attend(const Step *s, const Layer *layer, const float *qkv, float *scores, float *out) {
     const int64_t dim = s->dim, group = s->heads / s->kv_heads;
     const int64_t width = (s->heads + 2 * s->kv_heads) * dim;
+    const int64_t block = s->block_tokens, head_stride = block * dim;
+    const int64_t block_stride = s->kv_heads * head_stride;
     for (int64_t i = 0; i < s->n; i++, qkv += width) {
         const int64_t at = s->positions[i], length = at + 1;
+        const int32_t *table = s->tables + i * s->table_width;
+        const int64_t last = table[at / block] * block_stride + at % block * dim;
         for (int64_t h = 0; h < s->kv_heads; h++, out += group * dim) {
-            const int64_t base = (i * s->kv_heads + h) * s->stride * dim;
-            float *keys = layer->keys + base, *values = layer->values + base;
+            float *keys = layer->keys + h * head_stride, *values = layer->values + h * head_stride;
             const float *q = qkv + h * group * dim, *k = qkv + (s->heads + h) * dim;
-            memcpy(keys + at * dim, k, dim * sizeof(float));
-            memcpy(values + at * dim, k + s->kv_heads * dim, dim * sizeof(float));
+            memcpy(keys + last, k, dim * sizeof(float));
+            memcpy(values + last, k + s->kv_heads * dim, dim * sizeof(float));
 #define CASE(DIM, GROUP)                                                                           \
     if (dim == DIM && group == GROUP)                                                              \
-        attend_group(q, keys, values, length, s->stride, scores, out, DIM, GROUP);                 \
+        attend_group(q, keys, values, table, block, block_stride, length, s->longest, scores, out, \
+                     DIM, GROUP);                                                                  \
     else
             CASE(32, 1) CASE(32, 2) CASE(32, 3) CASE(64, 1) CASE(64, 2) CASE(64, 3) CASE(64, 4)
             CASE(128, 1) CASE(128, 2)
-            attend_group(q, keys, values, length, s->stride, scores, out, dim, group);
+            attend_group(q, keys, values, table, block, block_stride, length, s->longest, scores,
+                         out, dim, group);
 #undef CASE
         }
     }

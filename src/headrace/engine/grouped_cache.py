@@ -1,27 +1,21 @@
-"""The cache of grouped-query attention: keys and values of Hkv heads per token.
-
-A decoding pass treats the query heads that share a key head as the "tokens" of one attention
-problem; a fresh prefill never reads back what it stores.
-"""
-
-from collections.abc import Sequence
+"""The cache of grouped-query attention: keys and values of Hkv heads per token."""
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from headrace.engine.cache import SlotCache
+from headrace.engine.paged_cache import PagedBatch, PagedCache
+from headrace.ops import paged_attention
 
 
-class GroupedCache(SlotCache):
-    """KV storage: two tensors [layers, slots, Hkv, L + 1, d].
+class GroupedCache(PagedCache):
+    """Keys and values, two tensors [layers, N, Hkv, P, d].
 
     Args:
         layers: decoder layers.
         kv_heads: key/value heads (Hkv).
         head_dim: d.
-        slots: most sequences held at once.
-        length: most tokens per sequence (L).
+        blocks: number of blocks (N).
+        block_tokens: tokens of a block (P).
         dtype: of keys and values.
     """
 
@@ -31,81 +25,48 @@ class GroupedCache(SlotCache):
         layers: int,
         kv_heads: int,
         head_dim: int,
-        slots: int,
-        length: int,
+        blocks: int,
+        block_tokens: int,
         dtype: torch.dtype,
     ) -> None:
-        self._kv_heads = kv_heads
-        shape = (layers, slots, kv_heads, length + 1, head_dim)
-        # Zeros, not empty: a masked position must still hold finite numbers. Pages that no
-        # sequence ever reaches stay uncommitted.
+        shape = (layers, blocks, kv_heads, block_tokens, head_dim)
+        # Zeros, not empty: pages that no sequence ever reaches stay uncommitted.
         self.keys = torch.zeros(shape, dtype=dtype)
         self.values = torch.zeros(shape, dtype=dtype)
-        super().__init__(length, (self.keys, self.values))
-        self._flat_keys = [layer.view(-1, head_dim) for layer in self.keys]
-        self._flat_values = [layer.view(-1, head_dim) for layer in self.values]
-        # Row of (slot, head, position 0) in the flat views: [slots, Hkv, 1].
-        self._slot_offsets = (torch.arange(slots * kv_heads) * self.stride).view(slots, -1, 1)
-        self._columns = torch.arange(self.stride)
-        self._fresh = False
-        self._decoding = False
-        self._flat = torch.empty(0, dtype=torch.int64)
-        self._mask = torch.empty(0)
-        self._layer_keys: list[Tensor] = []
-        self._layer_values: list[Tensor] = []
+        super().__init__(blocks, block_tokens, (self.keys, self.values), token_dim=1)
+        self._flat = [
+            (k.view(-1, head_dim), v.view(-1, head_dim))
+            for k, v in zip(self.keys, self.values, strict=True)
+        ]
+        self._heads = torch.arange(kv_heads)
+        self._scale = head_dim**-0.5
+        self._batch = PagedBatch([], [], torch.empty(0), torch.empty(0), torch.empty(0))
+        self._starts = self._counts = torch.empty(0, dtype=torch.int64)
+        # Where the pass writes, in rows of all heads of all blocks of a layer: int64 [S * Hkv].
+        self._written = torch.empty(0, dtype=torch.int64)
 
-    def begin_decode(self, positions: Tensor, longest: int) -> None:
-        """See `SlotCache.begin_decode`."""
-        n = positions.shape[0]
-        self._decoding = True
-        self._view(0, n, longest)
-        self._flat = (self._slot_offsets[:n] + positions[:, :, None]).view(-1)
-        self._mask = self._visible(positions, longest)
-
-    def begin_extend(
-        self, first: int, positions: Tensor, counts: Sequence[int], *, fresh: bool
-    ) -> None:
-        """See `SlotCache.begin_extend`."""
-        count = positions.shape[0]
-        self._decoding = False
-        self._fresh = fresh
-        if fresh:
-            self._view(first, count, positions.shape[1])
-            return
-        starts = positions[:, 0].tolist()
-        longest = max(start + new for start, new in zip(starts, counts, strict=True))
-        self._view(first, count, longest)
-        offsets = self._slot_offsets[first : first + count]
-        self._flat = (offsets + positions.clamp(max=self.length)[:, None, :]).view(-1)
-        self._mask = self._visible(positions, longest)
-
-    def _view(self, first: int, count: int, longest: int) -> None:
-        window = (slice(None), slice(first, first + count), slice(None), slice(0, longest))
-        self._layer_keys = list(self.keys[window].unbind(0))
-        self._layer_values = list(self.values[window].unbind(0))
-
-    def _visible(self, positions: Tensor, longest: int) -> Tensor:
-        """Additive mask [n, 1, T, longest]: a token sees the positions up to its own."""
-        hidden = self._columns[:longest] > positions[:, None, :, None]
-        return torch.zeros(hidden.shape, dtype=self.keys.dtype).masked_fill_(hidden, -torch.inf)
+    def begin(self, batch: PagedBatch) -> None:
+        """See `PagedCache.begin`."""
+        self._batch = batch
+        self._starts, self._counts = torch.tensor(batch.starts), torch.tensor(batch.counts)
+        block, row = batch.slots // self.block_tokens, batch.slots % self.block_tokens
+        head = block[:, None] * len(self._heads) + self._heads
+        self._written = (head * self.block_tokens + row[:, None]).view(-1)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Store k and v [n, Hkv, T, d], return attention of q [n, H, T, d] over all held."""
-        keys, values = self._layer_keys[layer], self._layer_values[layer]
-        batch, heads, _, dim = q.shape
-        if self._decoding:
-            self._flat_keys[layer].index_copy_(0, self._flat, k.reshape(-1, dim))
-            self._flat_values[layer].index_copy_(0, self._flat, v.reshape(-1, dim))
-            # Query heads that share a key head become the "tokens" of one attention problem:
-            # no key is expanded and all of them share one mask row.
-            grouped = q.reshape(batch, self._kv_heads, heads // self._kv_heads, dim)
-            out = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=self._mask)
-            return out.reshape(batch, heads, 1, dim)
-        gqa = heads != self._kv_heads
-        if self._fresh:
-            keys.copy_(k)
-            values.copy_(v)
-            return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=gqa)
-        self._flat_keys[layer].index_copy_(0, self._flat, k.reshape(-1, dim))
-        self._flat_values[layer].index_copy_(0, self._flat, v.reshape(-1, dim))
-        return F.scaled_dot_product_attention(q, keys, values, attn_mask=self._mask, enable_gqa=gqa)
+        """Store k and v [1, Hkv, S, d], return attention of q [1, H, S, d] over all held."""
+        keys, values = self._flat[layer]
+        dim = q.shape[-1]
+        keys.index_copy_(0, self._written, k[0].transpose(0, 1).reshape(-1, dim))
+        values.index_copy_(0, self._written, v[0].transpose(0, 1).reshape(-1, dim))
+        batch = self._batch
+        out = paged_attention(
+            q[0].transpose(0, 1).contiguous(),
+            self.keys[layer],
+            self.values[layer],
+            batch.tables,
+            self._starts,
+            self._counts,
+            scale=self._scale,
+        )
+        return out.transpose(0, 1)[None]

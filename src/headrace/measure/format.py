@@ -19,7 +19,7 @@ from headrace.tokens.format_check import (
 )
 from headrace.tokens.renderer import ChatRenderer
 
-_SLOTS = 32
+_RUNNING = 32
 _TIMEOUT_S = 600.0
 
 
@@ -52,8 +52,7 @@ def chat_format(
     core = EngineCore(
         model,
         EngineConfig(
-            max_slots=_SLOTS,
-            max_running=_SLOTS,
+            max_running=_RUNNING,
             max_context=max_context,
             max_waiting=len(examples),
         ),

@@ -62,7 +62,7 @@ def apply_override(data: dict[str, Any], override: str) -> None:
     key, separator, text = override.partition("=")
     parts = [part.strip() for part in key.strip().split(".")]
     if not separator or not all(parts):
-        raise UserError(f'--set "{override}": write table.key=value, e.g. engine.max_slots=32')
+        raise UserError(f'--set "{override}": write table.key=value, e.g. engine.max_running=32')
     try:
         value = tomllib.loads(f"v = {text.strip()}")["v"]
     except tomllib.TOMLDecodeError:

@@ -94,9 +94,8 @@ class Recipe(Table):
         known = sorted(self.data)
         named: list[tuple[str, str]] = []
         for stage in self.stages:
-            if isinstance(stage, LanguageStage):
-                if not known:
-                    raise ValueError(f'stage "{stage.name}" needs text; add a [data.NAME] table')
+            if isinstance(stage, LanguageStage) and not known:
+                raise ValueError(f'stage "{stage.name}" needs text; add a [data.NAME] table')
             if isinstance(stage, LanguageStage | SftStage):
                 named += [(f'stage "{stage.name}": mix', name) for name in stage.mix]
             if isinstance(stage, MidtrainStage):

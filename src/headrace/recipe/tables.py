@@ -145,10 +145,18 @@ class EngineTable(Table):
 
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Weights and cache type while generating."""
-    max_slots: Positive = 64
-    """Requests decoded together; each holds a cache of max_context tokens."""
+    weights: Literal["same", "int8"] = "same"
+    """"int8" multiplies by 8-bit weights and activations; logprobs then differ more from the
+    trainer's."""
+    deterministic: bool = False
+    """A request's tokens do not depend, to the bit, on what runs beside it; slower."""
+    max_running: Positive = 64
+    """Most requests decoded together."""
     max_context: Positive = 512
     """Longest prompt + output, in tokens."""
+    cache_tokens: Annotated[int, Field(ge=0)] = 0
+    """Tokens that the cache holds, of running requests and of prefixes that may come again; 0 is
+    room for max_running requests of max_context tokens."""
     max_waiting: Positive = 1024
     """Requests queued before new ones are refused."""
 
