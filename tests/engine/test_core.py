@@ -122,7 +122,7 @@ def test_logprobs_equal_a_full_forward(sampling: dict[str, float]) -> None:
     model = tiny_model()
     core = new_core(model, prefill_tokens=24)
     for i in range(4):
-        core.add(ask(f"r{i}", random_prompt(i, 10 + 9 * i), max_tokens=15, seed=i, **sampling))
+        core.add(ask(f"r{i}", random_prompt(i, 10 + 9 * i), max_tokens=15, seed=i, **sampling))  # type: ignore[arg-type]  # test's shorthand
     results = drain(core)
     params = SamplingParams(max_tokens=15, **sampling)  # type: ignore[arg-type]  # test's shorthand
     for i in range(4):

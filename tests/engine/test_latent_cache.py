@@ -149,8 +149,8 @@ class Sequences:
         # Whole blocks are shared, the last one is copied.
         self.tables[target, :whole] = self.tables[source, :whole]
         if length % BLOCK:
-            blocks = (int(self.tables[i, whole]) for i in (source, target))
-            self.cache.copy(*blocks, length % BLOCK)
+            of, to = (int(self.tables[i, whole]) for i in (source, target))
+            self.cache.copy(of, to, length % BLOCK)
         for name, own in self.tokens[target].parts.items():
             own[:, :length] = self.tokens[source].parts[name][:, :length]
         self.held[target] = length
