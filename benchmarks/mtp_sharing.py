@@ -242,7 +242,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     quick = arguments.quick
     for name, small, full in (
         ("seeds", 1, 2),
-        ("steps", 40, 400),
+        ("steps", 40, 280),
         ("hidden", 128, 192),
         ("layers", 2, 4),
         ("texts", 128, 768),
