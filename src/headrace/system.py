@@ -136,6 +136,7 @@ async def open_system(
             max_waiting=recipe.engine.max_waiting,
             dtype=recipe.engine.dtype,
             weights=recipe.engine.weights,
+            draft_tokens=recipe.engine.draft_tokens,
             deterministic=recipe.engine.deterministic,
             seed=recipe.seed,
         ),

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from headrace.engine import latent_cache
+from headrace.engine import latent_cache, paged_cache
 from headrace.engine.latent_cache import LatentCache
 from headrace.engine.paged_cache import PagedBatch
 from headrace.model.attention import IndexQuery, LatentQuery
@@ -158,10 +158,12 @@ class Sequences:
 
 @pytest.mark.parametrize("indexed", [True, False])
 @pytest.mark.parametrize("expanding", [True, False])
+@pytest.mark.parametrize("few", [1, 3])
 def test_chunks_decoding_and_copies_equal_brute_force(
-    indexed: bool, expanding: bool, monkeypatch: pytest.MonkeyPatch
+    indexed: bool, expanding: bool, few: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(latent_cache, "_expanding_pays", lambda *_: expanding)
+    monkeypatch.setattr(paged_cache, "_FEW_ROWS", few)
     run = Sequences(count=4, indexed=indexed)
     run.feed({0: 3, 1: 1, 2: 4})
     run.feed({0: 1, 1: 1, 2: 1})
@@ -190,6 +192,7 @@ def test_the_cheaper_form_depends_on_how_much_is_held(monkeypatch: pytest.Monkey
         return pays[-1]
 
     monkeypatch.setattr(latent_cache, "_expanding_pays", spy)
+    monkeypatch.setattr(paged_cache, "_FEW_ROWS", 1)
     run = Sequences(count=1, indexed=False)
     run.feed({0: 20})
     run.feed({0: 2})

@@ -37,7 +37,7 @@ class Engine:
 
     def compute(self, plan: Plan) -> None:
         for chunk in plan.chunks:
-            self.scheduler.advance(chunk, SAMPLED if chunk.samples else None)
+            self.scheduler.advance(chunk, *([SAMPLED] if chunk.samples else []))
             sequence = chunk.sequence
             if sequence.length - sequence.prompt_length == sequence.limit:
                 self.scheduler.finish(sequence)
@@ -362,12 +362,12 @@ def test_advance_refuses_what_was_not_planned() -> None:
     (chunk,) = engine.scheduler.plan().chunks
     with pytest.raises(ValueError, match="got the token"):
         engine.scheduler.advance(chunk, 1)
-    engine.scheduler.advance(chunk, None)
+    engine.scheduler.advance(chunk)
     with pytest.raises(ValueError, match="has moved"):
-        engine.scheduler.advance(chunk, None)
+        engine.scheduler.advance(chunk)
     (chunk,) = engine.scheduler.plan().chunks
     with pytest.raises(ValueError, match="got the token"):
-        engine.scheduler.advance(chunk, None)
+        engine.scheduler.advance(chunk)
 
 
 def test_sizes_must_make_sense() -> None:

@@ -132,8 +132,12 @@ class Serving(RuleBasedStateMachine):
         self.texts.append(self.open.pop(sequence))
 
     def compute(self, tokens: list[int], stop: int) -> None:
-        """One pass. Sampled tokens are taken from `tokens`; the sequence at `stop` ends early."""
+        """One pass. Sampled tokens and drafts are taken from `tokens`; the sequence at `stop` ends
+        early."""
         decoding = [sequence for sequence in self.open if sequence.decoding]
+        for sequence in decoding:
+            left = sequence.prompt_length + sequence.limit - sequence.length
+            sequence.drafts = tokens[: min(len(tokens) % 4, left - 1)]
         running = {sequence for sequence in self.open if sequence.state == "running"}
         plan = self.scheduler.plan()
         chunks = plan.chunks
@@ -147,7 +151,7 @@ class Serving(RuleBasedStateMachine):
             self.check_held(chunk.sequence, chunk.start)
         written: set[int] = set()
         for chunk in chunks:
-            known = self.open[chunk.sequence]
+            known = self.open[chunk.sequence] + chunk.sequence.drafts
             for position in range(chunk.start, chunk.start + chunk.count):
                 row = self.row(chunk.sequence, position)
                 assert row not in written
@@ -156,11 +160,14 @@ class Serving(RuleBasedStateMachine):
                 self.memory[row] = (self.tree.version, tuple(known[: position + 1]))
         for i, chunk in enumerate(chunks):
             sequence = chunk.sequence
-            token = tokens[i % len(tokens)] if chunk.samples else None
-            self.scheduler.advance(chunk, token)
-            if token is None:
+            drafts = sequence.drafts
+            sampled = [*drafts[: i % (len(drafts) + 1)], tokens[i % len(tokens)]]
+            if not chunk.samples:
+                sampled = []
+            self.scheduler.advance(chunk, *sampled)
+            if not sampled:
                 continue
-            self.open[sequence].append(token)
+            self.open[sequence] += sampled
             if sequence.length == sequence.prompt_length + sequence.limit or i == stop:
                 self.end(sequence)
 
@@ -195,8 +202,9 @@ class Serving(RuleBasedStateMachine):
             assert sequence.state == "running"
             assert chunk.count >= 1
             assert chunk.start == sequence.computed
-            assert chunk.samples == (chunk.start + chunk.count == sequence.length)
-            assert sequence not in going_on or chunk.count == 1
+            end = sequence.length + len(sequence.drafts)
+            assert chunk.samples == (chunk.start + chunk.count == end)
+            assert sequence not in going_on or chunk.count == 1 + len(sequence.drafts)
         targets = [copy.target for copy in plan.copies]
         assert len(set(targets)) == len(targets)
         assert not set(targets) & {copy.source for copy in plan.copies}

@@ -19,11 +19,16 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         block_tokens: tokens of one block of the cache, the unit it is given out in.
         prefill_tokens: most prompt tokens computed per step while anything decodes, so that long
             prompts delay running requests by a bounded time.
-        step_tokens: most tokens of a step; 0 is max_running + prefill_tokens.
+        step_tokens: most tokens of a step; 0 is room for all running requests with their drafts
+            and for prefill_tokens.
         dtype: "float32" or "bfloat16", of weights and cache.
         weights: "same" multiplies by weights of `dtype`; "int8" by 8-bit ones, with activations
             rounded to 8 bits per row, except the output projection. Half the memory traffic of
             bfloat16, at the price of logprobs that differ from the trainer's.
+        draft_tokens: most tokens that the model's prediction layers draft per request and step, to
+            be verified by the next pass (speculative decoding). Tokens stay those of plain
+            decoding; how many a request drafts follows how many of its last ones stood. 0, or a
+            model without such layers, drafts nothing.
         compiled: decode through the compiled step where model and machine allow it.
         deterministic: a request's tokens do not depend, to the bit, on what runs beside it.
         seed: of the draws of requests without a seed of their own; None takes one from the OS.
@@ -39,6 +44,7 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     step_tokens: int = 0
     dtype: str = "float32"
     weights: str = "same"
+    draft_tokens: int = 0
     compiled: bool = True
     deterministic: bool = False
     seed: int | None = None
@@ -47,7 +53,7 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         for name in ("max_running", "max_context", "max_waiting", "block_tokens", "prefill_tokens"):
             if getattr(self, name) < 1:
                 raise ValueError(f"EngineConfig: {name} is {getattr(self, name)}; it must be >= 1")
-        for name in ("cache_tokens", "step_tokens"):
+        for name in ("cache_tokens", "step_tokens", "draft_tokens"):
             if getattr(self, name) < 0:
                 raise ValueError(f"EngineConfig: {name} is {getattr(self, name)}; it must be >= 0")
         if self.max_context < 2:
@@ -73,7 +79,7 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     @property
     def pass_tokens(self) -> int:
         """Most tokens of a step."""
-        return self.step_tokens or self.max_running + self.prefill_tokens
+        return self.step_tokens or self.max_running * (1 + self.draft_tokens) + self.prefill_tokens
 
 
 class EngineStats(msgspec.Struct):
@@ -87,6 +93,8 @@ class EngineStats(msgspec.Struct):
             or a preemption.
         tokens_reused: prompt tokens whose keys and values were taken from a held sequence.
         tokens_recomputed: tokens computed again because the weights changed under a request.
+        tokens_drafted: guesses of the prediction layers that were verified.
+        tokens_accepted: of them, those that stood.
         requests_finished: of any reason, aborts and deadlines included.
         requests_failed: ended without a result (non-finite logits).
         waiting: requests that do not run.
@@ -106,6 +114,8 @@ class EngineStats(msgspec.Struct):
     tokens_prefilled: int = 0
     tokens_reused: int = 0
     tokens_recomputed: int = 0
+    tokens_drafted: int = 0
+    tokens_accepted: int = 0
     requests_finished: int = 0
     requests_failed: int = 0
     waiting: int = 0

@@ -14,8 +14,9 @@ requests compute their whole sequence again before they sample their next token 
 import heapq
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from itertools import islice
 from typing import NamedTuple
 
 import msgspec
@@ -26,15 +27,17 @@ from torch import Tensor
 from headrace.engine.blocks import BlockPool
 from headrace.engine.compiled import CompiledStep
 from headrace.engine.config import EngineConfig, EngineStats
+from headrace.engine.drafting import Computed, Drafter
 from headrace.engine.grouped_cache import GroupedCache
 from headrace.engine.latent_cache import LatentCache
-from headrace.engine.live import Live, check
+from headrace.engine.live import Live, Row, check
 from headrace.engine.packed_model import PackedProducts
-from headrace.engine.paged_cache import PagedBatch, PagedCache
+from headrace.engine.paged_cache import PagedBatch, PagedCache, block_tables
 from headrace.engine.prefix import PrefixTree
 from headrace.engine.sampling import SamplingBatch
 from headrace.engine.scheduler import Scheduler
 from headrace.engine.sequence import Chunk, Sequence
+from headrace.engine.speculation import matching_prefix
 from headrace.engine.types import EngineError, GenerationRequest, GenerationResult
 from headrace.model.checkpoint import load_weights_into
 from headrace.model.decoder import Decoder
@@ -91,6 +94,9 @@ class EngineCore:
         self._clock = clock
         self._vocab = shape.vocab_size
         self._cache = _new_cache(model, config)
+        self._drafter: Drafter | None = None
+        if config.draft_tokens and model.mtp is not None:
+            self._drafter = Drafter(model, self._cache, self._logits)
         self._compiled = None
         if config.compiled and self._products is None:
             self._compiled = CompiledStep.create(model, self._cache, config.max_context)
@@ -184,6 +190,10 @@ class EngineCore:
         """What ended outside `step` (aborts) and was not returned yet."""
         ended, self._ended = self._ended, []
         return ended
+
+    def forget_prefixes(self) -> None:
+        """Give up what is held of ended requests, for measurements that must not find it."""
+        self._tree.reset(self.version)
 
     @torch.no_grad()
     def load_weights(self, path: str, version: int) -> None:
@@ -285,17 +295,17 @@ class EngineCore:
                 (i for i, c in enumerate(chunks) if c.count != 1 or not c.samples), len(chunks)
             )
         logits = []
+        hidden = None
         if decoding:
             logits.append(self._decode(chunks[:decoding]))
         if decoding < len(chunks):
-            logits.append(self._extend(chunks[decoding:], lives[decoding:]))
+            last, hidden = self._extend(chunks[decoding:], lives[decoding:])
+            logits.append(last)
         sampling = [live for live, chunk in zip(lives, chunks, strict=True) if chunk.samples]
-        if not sampling:
-            for chunk in chunks:
-                self._scheduler.advance(chunk, None)
-            return
-        rows = logits[0] if len(logits) == 1 else torch.cat(logits)
-        self._accept(chunks, sampling, rows)
+        rows: Iterator[Row] = iter(())
+        if sampling:
+            rows = self._sample(sampling, logits[0] if len(logits) == 1 else torch.cat(logits))
+        self._accept(chunks, lives, rows, hidden)
 
     def _decode(self, chunks: list[Chunk]) -> Tensor:
         """Logits [n, V] of one token of each sequence, through the compiled step."""
@@ -303,73 +313,121 @@ class EngineCore:
         sequences = [chunk.sequence for chunk in chunks]
         ids = torch.tensor([int(s.tokens[-1]) for s in sequences])
         positions = torch.tensor([chunk.start for chunk in chunks])
-        return self._compiled(ids, positions, _tables(sequences))
+        return self._compiled(ids, positions, block_tables([s.blocks for s in sequences]))
 
-    def _extend(self, chunks: list[Chunk], lives: list[Live]) -> Tensor:
-        """Logits [m, V] of the last rows of those chunks that sample, through the decoder."""
+    def _extend(self, chunks: list[Chunk], lives: list[Live]) -> tuple[Tensor, Tensor]:
+        """Logits [m, V] of the rows that sample, and hidden states [S, D] of all rows.
+
+        A chunk samples from its last row, and from the rows before its drafts.
+        """
         starts, counts = [c.start for c in chunks], [c.count for c in chunks]
-        tables = _tables([c.sequence for c in chunks])
+        tables = block_tables([c.sequence.blocks for c in chunks])
         batch = PagedBatch.of(starts, counts, tables, self.config.block_tokens)
-        ids = np.concatenate([c.sequence.tokens[c.start : c.start + c.count] for c in chunks])
+        ids = []
+        for chunk in chunks:
+            ids.append(chunk.sequence.tokens[chunk.start : chunk.start + chunk.count])
+            ids.append(np.array(chunk.sequence.drafts, dtype=np.int32))
         self._cache.begin(batch)
-        rows = torch.from_numpy(ids.astype(np.int64))[None]
+        rows = torch.from_numpy(np.concatenate(ids).astype(np.int64))[None]
         with row_independent() if self.config.deterministic else nullcontext():
             hidden = self.model(rows, batch.positions[None], self._cache)[0]
-        logits_of = self.model.logits if self._products is None else self._products.logits
         end = 0
-        last = []
+        last: list[int] = []
         for chunk, live in zip(chunks, lives, strict=True):
             first, end = end, end + chunk.count
             if chunk.samples:
-                last.append(end - 1)
+                last += range(end - 1 - len(chunk.sequence.drafts), end)
             if live.scores_prompt:
-                live.score_prompt(chunk.start, logits_of(hidden[first:end]))
-        return logits_of(hidden[last])
+                live.score_prompt(chunk.start, self._logits(hidden[first:end]))
+        return self._logits(hidden[last]), hidden
 
-    def _accept(self, chunks: list[Chunk], lives: list[Live], logits: Tensor) -> None:
-        """Sample one token for each of `lives`, and end those that are done."""
-        if self._batch[0] != lives:
-            self._batch = (lives, _sampling_batch(lives))
-        draw = self._batch[1].sample(logits)
-        alternatives = draw.alternatives or [()] * len(lives)
-        sampled = zip(
-            lives,
-            draw.ids.tolist(),
-            draw.logprobs.tolist(),
-            draw.raw_logprobs.tolist(),
-            alternatives,
-            strict=True,
-        )
+    def _logits(self, hidden: Tensor) -> Tensor:
+        """Hidden states [n, D] -> logits [n, V]."""
+        if self._products is None:
+            return self.model.logits(hidden)
+        return self._products.logits(hidden)
+
+    def _sample(self, lives: list[Live], logits: Tensor) -> Iterator[Row]:
+        """Draw for every row: one of each request, and one for each of its drafts."""
+        if any(live.sequence.drafts for live in lives):
+            batch = _verifying_batch(lives)
+            # The kept batch counts one token per request and step.
+            self._batch = ([], batch)
+        else:
+            if self._batch[0] != lives:
+                self._batch = (lives, _sampling_batch(lives))
+            batch = self._batch[1]
+        draw = batch.sample(logits)
+        alternatives = draw.alternatives or [()] * len(logits)
+        rows = (draw.ids.tolist(), draw.logprobs.tolist(), draw.raw_logprobs.tolist(), alternatives)
+        return map(Row._make, zip(*rows, strict=True))
+
+    def _accept(
+        self,
+        chunks: list[Chunk],
+        lives: list[Live],
+        rows: Iterator[Row],
+        hidden: Tensor | None,
+    ) -> None:
+        """Give requests their new tokens, end those that are done, draft for the others.
+
+        Args:
+            rows: what was drawn, for each request that samples after its drafts, in order.
+            hidden: [S, D] of all chunks; None after the compiled step, which drafts nothing.
+        """
         done: list[tuple[Live, FinishReason | None]] = []
-        for chunk in chunks:
+        computed: list[Computed] = []
+        end = 0
+        for chunk, live in zip(chunks, lives, strict=True):
+            first, end = end, end + chunk.count
+            decoding = live.sequence.decoding
             if not chunk.samples:
-                self._scheduler.advance(chunk, None)
-                continue
-            live, token, logprob, raw_logprob, likeliest = next(sampled)
-            if logprob != logprob:
-                done.append((live, None))
-                continue
-            self._scheduler.advance(chunk, token)
-            live.add(token, logprob, raw_logprob, likeliest)
-            if token in live.stop_ids:
-                done.append((live, FinishReason.STOP))
-            elif len(live.ids) >= live.sequence.limit:
-                done.append((live, FinishReason.LENGTH))
-        self._stats.tokens_sampled += len(lives)
+                self._scheduler.advance(chunk)
+                taken = 0
+            else:
+                drafts = live.sequence.drafts
+                drawn = list(islice(rows, 1 + len(drafts)))
+                drawn = drawn[: 1 + matching_prefix([row.id for row in drawn], drafts)]
+                if any(row.logprob != row.logprob for row in drawn):
+                    done.append((live, None))
+                    continue
+                taken, reason = live.take(drawn, len(drafts))
+                self._scheduler.advance(chunk, *live.ids[-taken:])
+                self._stats.tokens_sampled += taken
+                self._stats.tokens_drafted += len(drafts)
+                self._stats.tokens_accepted += taken - 1
+                if reason is not None:
+                    done.append((live, reason))
+                    continue
+            if self._drafter is not None and hidden is not None:
+                # Rows of drafts that do not stand are of no use.
+                standing = hidden[first : first + taken] if decoding else hidden[first:end]
+                depth = live.draft_depth(self.config.draft_tokens) if taken else 0
+                computed.append(Computed(live.sequence, chunk.start, standing, depth))
         for live, reason in done:
             if reason is None:
                 self._fail(live)
             else:
                 self._finish(live, reason)
+        if self._drafter is not None:
+            self._drafter.draft(computed)
 
 
-def _tables(sequences: list[Sequence]) -> Tensor:
-    """Their blocks, int32 [n, B], -1 behind the last one."""
-    longest = max(len(s.blocks) for s in sequences)
-    tables = np.full((len(sequences), longest), -1, dtype=np.int32)
-    for row, sequence in zip(tables, sequences, strict=True):
-        row[: len(sequence.blocks)] = sequence.blocks
-    return torch.from_numpy(tables)
+def _verifying_batch(lives: list[Live]) -> SamplingBatch:
+    """As `_sampling_batch`, with a row for each draft: the one after the first i of them draws what
+    the request would draw if those were its output."""
+    rows = [
+        (live, live.sequence.drafts[:count])
+        for live in lives
+        for count in range(1 + len(live.sequence.drafts))
+    ]
+    return SamplingBatch(
+        [live.request.sampling for live, _ in rows],
+        [live.seed for live, _ in rows],
+        [len(live.ids) + len(before) for live, before in rows],
+        [live.request.prompt_ids for live, _ in rows],
+        [[*live.ids, *before] for live, before in rows],
+    )
 
 
 def _sampling_batch(lives: list[Live]) -> SamplingBatch:
@@ -396,7 +454,8 @@ def _pack(model: Decoder, config: EngineConfig) -> PackedProducts | None:
 def _new_cache(model: Decoder, config: EngineConfig) -> PagedCache:
     """An empty cache of the kind the model's attention needs."""
     shape, dtype = model.config, model.embed.weight.dtype
-    layers = shape.num_layers
+    # One more for the rows of the layer that drafts.
+    layers = shape.num_layers + bool(config.draft_tokens and shape.mtp is not None)
     if shape.latent is None:
         return GroupedCache(
             layers=layers,

@@ -92,15 +92,16 @@ class LatentCache(PagedCache):
         if query.index is not None:
             self._flat_index_keys[layer].index_copy_(0, self._batch.slots, query.index.k[0])
         selects = query.topk is not None and self._longest > query.topk
-        singles = self._batch.decoding
-        if selects or singles == len(self._batch.positions):
-            picked = self._select(layer, query) if selects else self._all_visible(singles)
+        short = self._batch.short
+        if selects or short == len(self._batch.counts):
+            picked = self._select(layer, query) if selects else self._all_visible(short)
             return self._attend_picked(query, rows, picked, slice(None))[None]
         parts = []
-        if singles:
-            picked = self._all_visible(singles)
-            parts.append(self._attend_picked(query, rows, picked, slice(0, singles)))
-        parts.append(self._attend_prompts(query, rows, singles))
+        few = sum(self._batch.counts[:short])
+        if short:
+            picked = self._all_visible(short)
+            parts.append(self._attend_picked(query, rows, picked, slice(0, few)))
+        parts.append(self._attend_prompts(query, rows, short, slice(few, None)))
         return torch.cat(parts)[None]
 
     def _select(self, layer: int, query: LatentQuery) -> Tensor:
@@ -122,11 +123,14 @@ class LatentCache(PagedCache):
             raise ValueError(f"layer {layer} shares a selection and no layer before it made one")
         return self._selection
 
-    def _all_visible(self, queries: int) -> Tensor:
-        """Every row each of the first queries sees, int32 [queries, longest]."""
+    def _all_visible(self, sequences: int) -> Tensor:
+        """Every row each query of the first sequences sees, int32 [queries, longest]."""
         if self._visible is None:
-            slots = self._slots[:queries, : self._longest]
-            hidden = torch.arange(slots.shape[1]) > self._batch.positions[:queries, None]
+            counts = self._batch.counts[:sequences]
+            slots = self._slots[:sequences, : self._longest]
+            if max(counts) > 1:
+                slots = slots.repeat_interleave(torch.tensor(counts), 0)
+            hidden = torch.arange(slots.shape[1]) > self._batch.positions[: len(slots), None]
             self._visible = slots.masked_fill(hidden, -1)
         return self._visible
 
@@ -139,10 +143,10 @@ class LatentCache(PagedCache):
         )
         return _expand_values(out, query)
 
-    def _attend_prompts(self, query: LatentQuery, rows: Tensor, singles: int) -> Tensor:
-        """[S, H, dv] of the queries from row `singles` on, in the cheaper of two dense forms."""
-        held = self._prompts = self._prompts or _Held.of(self._batch, self._slots, singles)
-        part = slice(singles, None)
+    def _attend_prompts(self, query: LatentQuery, rows: Tensor, first: int, part: slice) -> Tensor:
+        """[S, H, dv] of the queries of sequences from `first` on, which are the rows in `part`, in
+        the cheaper of two dense forms."""
+        held = self._prompts = self._prompts or _Held.of(self._batch, self._slots, first)
         if _expanding_pays(query, held.layout):
             return _attend_expanded(query, rows[held.rows], held.layout, part)
         compact = rows[held.rows]
@@ -162,7 +166,7 @@ class _Held:
 
     @classmethod
     def of(cls, batch: PagedBatch, slots: Tensor, first: int) -> "_Held":
-        """Of the sequences from `first` on, which bring one row each before that."""
+        """Of the sequences from `first` on."""
         counts = batch.counts[first:]
         ends = [start + n for start, n in zip(batch.starts[first:], counts, strict=True)]
         rows = torch.cat([slots[first + i, :end] for i, end in enumerate(ends)])

@@ -1,6 +1,7 @@
 """One request on its way through the engine: what it asked for and what it has sampled so far."""
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -20,6 +21,15 @@ MAX_BIAS = 100
 """Largest change of one logit, as in the OpenAI API."""
 
 
+class Row(NamedTuple):
+    """One drawn token, see `sampling.Draw`."""
+
+    id: int
+    logprob: float
+    raw_logprob: float
+    alternatives: Alternatives
+
+
 class Live:
     """One request between arrival and end.
 
@@ -30,7 +40,10 @@ class Live:
     """
 
     __slots__ = (
+        "accepted",
         "alternatives",
+        "depth",
+        "drafted",
         "ids",
         "logprobs",
         "marks",
@@ -50,6 +63,9 @@ class Live:
         self.seed = seed
         self.stop_ids = frozenset(request.sampling.stop_ids)
         self.started: float | None = None
+        self.drafted = self.accepted = 0
+        # How many tokens to draft next; at first as many as allowed.
+        self.depth: int | None = None
         self.ids: list[int] = []
         self.logprobs: list[float] = []
         self.raw_logprobs: list[float] = []
@@ -59,15 +75,36 @@ class Live:
         # (index of the first token, version): where each span begins.
         self.marks: list[tuple[int, int]] = []
 
-    def add(
-        self, token: int, logprob: float, raw_logprob: float, alternatives: Alternatives
-    ) -> None:
-        """One more sampled token."""
-        self.ids.append(token)
-        self.logprobs.append(logprob)
-        self.raw_logprobs.append(raw_logprob)
-        if self.request.sampling.logprobs:
-            self.alternatives.append(alternatives)
+    def take(self, drawn: list[Row], drafted: int) -> tuple[int, FinishReason | None]:
+        """Sampled tokens, of which all but the last were drafted; `drafted` counts all drafts.
+
+        Returns:
+            How many of them became output, and why the request ends with the last of those.
+        """
+        self.drafted += drafted
+        taken, reason = 0, None
+        for row in drawn:
+            self.ids.append(row.id)
+            self.logprobs.append(row.logprob)
+            self.raw_logprobs.append(row.raw_logprob)
+            if self.request.sampling.logprobs:
+                self.alternatives.append(row.alternatives)
+            taken += 1
+            if row.id in self.stop_ids:
+                reason = FinishReason.STOP
+            elif len(self.ids) >= self.sequence.limit:
+                reason = FinishReason.LENGTH
+            if reason is not None:
+                break
+        self.accepted += taken - 1
+        if drafted:
+            self.depth = len(drawn)
+        return taken, reason
+
+    def draft_depth(self, most: int) -> int:
+        """How many tokens to draft: one more than stood last time, and none that cannot be used."""
+        wanted = most if self.depth is None else min(self.depth, most)
+        return max(0, min(wanted, self.sequence.limit - len(self.ids) - 1))
 
     @property
     def scores_prompt(self) -> bool:
@@ -126,6 +163,8 @@ class Live:
             else (),
             reused_tokens=self.sequence.reused,
             preemptions=self.sequence.preemptions,
+            drafted_tokens=self.drafted,
+            accepted_tokens=self.accepted,
         )
 
 

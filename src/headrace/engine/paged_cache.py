@@ -11,10 +11,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from headrace.model.attention import LatentQuery
+
+_FEW_ROWS = 8
+"""Rows of a sequence up to which it counts as decoding."""
 
 
 class PagedBatch(NamedTuple):
@@ -58,9 +62,9 @@ class PagedBatch(NamedTuple):
         return max(start + count for start, count in zip(self.starts, self.counts, strict=True))
 
     @property
-    def decoding(self) -> int:
-        """How many of the leading sequences bring one token only."""
-        return next((i for i, n in enumerate(self.counts) if n != 1), len(self.counts))
+    def short(self) -> int:
+        """How many of the leading sequences bring few rows: one, or one and some drafts."""
+        return next((i for i, n in enumerate(self.counts) if n > _FEW_ROWS), len(self.counts))
 
 
 class PagedCache(ABC):
@@ -105,3 +109,11 @@ class PagedCache(ABC):
                 store[:, block].narrow(1 + self._token_dim, 0, tokens) for block in (target, source)
             )
             to.copy_(of)
+
+
+def block_tables(blocks: Sequence[Sequence[int]]) -> Tensor:
+    """The blocks of n sequences as a table, int32 [n, B], -1 behind the last one of each."""
+    tables = np.full((len(blocks), max(map(len, blocks))), -1, dtype=np.int32)
+    for row, own in zip(tables, blocks, strict=True):
+        row[: len(own)] = own
+    return torch.from_numpy(tables)

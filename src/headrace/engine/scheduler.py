@@ -31,7 +31,7 @@ class Scheduler:
 
         plan = scheduler.plan()
         ...copy plan.copies, compute plan.chunks, sample...
-        for chunk in plan.chunks: scheduler.advance(chunk, token or None)
+        for chunk in plan.chunks: scheduler.advance(chunk, *sampled)
         scheduler.finish(sequence) for those that ended
 
     `finish` and `drop_computed` may come at any time but between `plan` and the copies it asks for.
@@ -178,6 +178,7 @@ class Scheduler:
             self._tree.insert(sequence.tokens[:computed], blocks[:used])
         self._pool.release(blocks)
         sequence.blocks, sequence.computed, sequence.decoding = [], 0, False
+        sequence.drafts = []
 
     def _settle(self) -> None:
         """The copies of the last plan are done: their sources need no protection any more."""
@@ -206,12 +207,17 @@ class Scheduler:
         self._settle()
         self._pressure = -math.inf
         size = self._pool.block_tokens
-        # Only where a block begins a decode needs attention.
-        needy = [sequence for sequence in self._decoding if not sequence.computed % size]
+        # Only where its blocks are full a decode needs attention.
+        needy = [
+            sequence
+            for sequence in self._decoding
+            if sequence.computed == len(sequence.blocks) * size
+        ]
         for sequence in sorted(needy, key=_line) if len(needy) > self._pool.free else needy:
             if sequence.state == "running" and not self._grow(sequence, 1):
                 self._preempt(sequence)
-        budget = self._step_tokens - len(self._decoding)
+        drafts = self._make_room_for_drafts()
+        budget = self._step_tokens - len(self._decoding) - drafts
         if self._decoding:
             budget = min(budget, self._prefill_tokens)
         copies: list[Copy] = []
@@ -219,16 +225,19 @@ class Scheduler:
         if self._prefilling or self._waiting:
             prefills = self._plan_prefills(budget, copies)
         # Only now, since a prefill may have preempted a decode.
-        chunks = [Chunk(sequence, sequence.computed, 1, True) for sequence in self._decoding]
+        chunks = [
+            Chunk(sequence, sequence.computed, 1 + len(sequence.drafts), True)
+            for sequence in self._decoding
+        ]
         chunks += prefills
         self._shares.pass_time(sum(chunk.count for chunk in chunks))
         return Plan(chunks, copies)
 
-    def advance(self, chunk: Chunk, sampled: int | None) -> None:
+    def advance(self, chunk: Chunk, *sampled: int) -> None:
         """A chunk of the last plan was computed.
 
         Args:
-            sampled: the next token if the chunk samples, else None.
+            sampled: the next token if the chunk samples, after the drafts that stand; else none.
 
         Raises:
             ValueError: the sequence is no longer where the chunk begins, or a token is missing or
@@ -237,15 +246,20 @@ class Scheduler:
         sequence = chunk.sequence
         if sequence.computed != chunk.start or sequence.state != "running":
             raise ValueError(f"sequence {sequence.id!r} has moved since this chunk was planned")
-        if (sampled is not None) != chunk.samples:
-            raise ValueError(f"sequence {sequence.id!r}: {chunk} got the token {sampled}")
+        most = 1 + len(sequence.drafts) if sequence.decoding else 1
+        if bool(sampled) != chunk.samples or len(sampled) > most:
+            raise ValueError(f"sequence {sequence.id!r}: {chunk} got the tokens {sampled}")
         self._settle()
-        sequence.computed += chunk.count
         self._shares.charge(sequence.session, chunk.count)
-        if not sequence.decoding:
+        if sequence.decoding:
+            # What was computed of drafts that do not stand is written over.
+            sequence.computed += len(sampled)
+        else:
+            sequence.computed += chunk.count
             self._advance_prefill(chunk)
-        if sampled is not None:
-            sequence.append(sampled)
+        sequence.drafts = []
+        for token in sampled:
+            sequence.append(token)
 
     def _advance_prefill(self, chunk: Chunk) -> None:
         sequence, size = chunk.sequence, self._pool.block_tokens
@@ -422,6 +436,24 @@ class Scheduler:
             count = (len(sequence.blocks) + missing) * size - sequence.computed
         sequence.blocks += self._take(missing)
         return count
+
+    def _make_room_for_drafts(self) -> int:
+        """Blocks for the drafts of decoding sequences, or fewer drafts: nobody gives way for a
+        guess. Returns how many drafts there are."""
+        size, total = self._pool.block_tokens, 0
+        # What prompts may need is left to them.
+        spare = max(0, self._step_tokens - len(self._decoding) - self._prefill_tokens)
+        for sequence in self._decoding:
+            if not sequence.drafts:
+                continue
+            end = sequence.computed + 1 + len(sequence.drafts)
+            missing = -(-end // size) - len(sequence.blocks)
+            if missing > 0 and missing <= self._pool.free + self._pool.idle:
+                sequence.blocks += self._take(missing)
+            room = len(sequence.blocks) * size - sequence.computed - 1
+            del sequence.drafts[max(0, min(room, spare - total)) :]
+            total += len(sequence.drafts)
+        return total
 
     def _take(self, n: int) -> list[int]:
         """`n` blocks that are known to be free or idle."""

@@ -28,6 +28,7 @@ class Sequence:
             grows; it is another list after a preemption or new weights.
         state: "waiting", "running" (holds blocks) or "done".
         decoding: all tokens but the last sampled one are computed.
+        drafts: guesses at the tokens after the known ones, computed along with the next pass.
         preemptions: how often it had to give its blocks back.
         reused: tokens it did not compute because the cache held them when it first ran.
         turn: when it first ran, counted in sequences; -1 before. Earlier ones keep their blocks.
@@ -47,6 +48,7 @@ class Sequence:
         "computed",
         "deadline",
         "decoding",
+        "drafts",
         "id",
         "length",
         "limit",
@@ -91,6 +93,7 @@ class Sequence:
         self.blocks: list[int] = []
         self.state: Literal["waiting", "running", "done"] = "waiting"
         self.decoding = False
+        self.drafts: list[int] = []
         self.preemptions = 0
         self.reused = 0
         self.turn = -1
@@ -116,8 +119,9 @@ class Chunk(NamedTuple):
     Attributes:
         sequence: whose.
         start: position of the first.
-        count: how many, >= 1.
-        samples: the chunk ends at the last known token, so the next one is to be sampled.
+        count: how many, >= 1; behind the last known token they are the sequence's drafts.
+        samples: the chunk ends at the last known token or behind it, so the next one is to be
+            sampled.
     """
 
     sequence: Sequence

@@ -123,6 +123,10 @@ class GenerationResult(msgspec.Struct, frozen=True):
     """One per prompt token where asked for; the first is empty."""
     reused_tokens: int = 0
     """Prompt tokens whose keys and values were already there."""
+    drafted_tokens: int = 0
+    """Guesses of prediction layers that were verified on the way."""
+    accepted_tokens: int = 0
+    """Of them, those that became output."""
     preemptions: int = 0
     """How often the request gave up its memory to another and was computed again."""
 

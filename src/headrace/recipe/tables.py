@@ -148,6 +148,9 @@ class EngineTable(Table):
     weights: Literal["same", "int8"] = "same"
     """"int8" multiplies by 8-bit weights and activations; logprobs then differ more from the
     trainer's."""
+    draft_tokens: Annotated[int, Field(ge=0)] = 0
+    """Most tokens that prediction layers draft per request and step (speculative decoding); tokens
+    stay those of plain decoding."""
     deterministic: bool = False
     """A request's tokens do not depend, to the bit, on what runs beside it; slower."""
     max_running: Positive = 64
