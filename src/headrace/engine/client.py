@@ -18,11 +18,13 @@ from headrace.cluster.types import (
     WorkerHandle,
     WorkerSpec,
 )
-from headrace.engine.config import USER_ERROR, EngineConfig
+from headrace.engine.config import USER_ERROR, EngineConfig, UpdatePolicy
 from headrace.engine.types import EngineError, GenerationRequest, GenerationResult
 from headrace.errors import UserError
 from headrace.rollout.types import FinishReason
 
+LOAD_TIMEOUT_S = 600.0
+"""Longest wait for an engine to have new weights."""
 ANSWER_GRACE_S = 60.0
 """An engine that answers this much after a request's deadline is hung, not slow."""
 
@@ -69,7 +71,7 @@ class ProcessEngine(WorkerClient):
     Args:
         cluster: starts the process.
         config: sizes of the engine.
-        checkpoint: directory of the first weights.
+        checkpoint: directory of the first weights, of a checkpoint or published.
         version: their stamp.
         cores: CPU cores the process owns; empty leaves it to the scheduler.
         threads: its compute threads.
@@ -258,16 +260,31 @@ class ProcessEngine(WorkerClient):
         if handle is not None and handle.alive:
             await self._give_up(handle, request_id)
 
-    async def load_weights(self, path: str, version: int) -> None:
-        """See `EngineClient.load_weights`. A process started from now on starts with these.
+    async def load_weights(
+        self,
+        path: str,
+        version: int,
+        policy: UpdatePolicy = "continue",
+        *,
+        checkpoint: str | None = None,
+    ) -> None:
+        """See `EngineCore.load_weights`. A process started from now on starts with these weights.
+
+        Args:
+            path: a checkpoint directory or a published version.
+            version: their stamp.
+            policy: what becomes of running requests.
+            checkpoint: directory of the same weights for a process that has to replace this one,
+                since a published version may be gone by then; None is `path`.
 
         Raises:
-            UserError: the checkpoint cannot be read or does not fit; the old one stays.
-            EngineError: INVALID version, CLOSED or FAILED.
+            UserError: the weights cannot be read or do not fit; the old ones stay.
+            EngineError: INVALID version or policy, CLOSED or FAILED.
         """
+        payload = {"path": path, "version": version, "policy": policy}
         async with self._loading:
-            await self._call("load_weights", {"path": path, "version": version}, 600.0)
-            self._checkpoint, self._version = path, version
+            await self._call("load_weights", payload, LOAD_TIMEOUT_S)
+            self._checkpoint, self._version = checkpoint or path, version
 
 
 def _empty(request_id: str, reason: FinishReason, elapsed_s: float) -> GenerationResult:

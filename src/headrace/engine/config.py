@@ -1,9 +1,14 @@
 """What an engine is sized by and what it counts, as data that crosses process borders."""
 
+from typing import Literal
+
 import msgspec
 
 USER_ERROR = "user_error"
 """Failure code whose message is a `UserError`'s."""
+UpdatePolicy = Literal["continue", "requeue"]
+"""What becomes of running requests when the weights change: they compute what they have again and
+go on, with a new span; or they begin again from their prompt, and nothing sampled is kept."""
 
 
 class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -106,6 +111,9 @@ class EngineStats(msgspec.Struct):
         updates: weight updates done.
         last_update_pause_s: seconds the last update kept every request from moving (loading; the
             recomputation after it is spread over the steps that follow).
+        update_bytes: bytes of weights that updates wrote to the model.
+        update_tensors: tensors these were; updates from shared memory write only what changed.
+        requests_restarted: times a request began again from its prompt because of an update.
     """
 
     version: int = 0
@@ -126,3 +134,6 @@ class EngineStats(msgspec.Struct):
     blocks_cached: int = 0
     updates: int = 0
     last_update_pause_s: float = 0.0
+    update_bytes: int = 0
+    update_tensors: int = 0
+    requests_restarted: int = 0

@@ -8,7 +8,9 @@ hold.
 What a finished request computed stays in the prefix tree until its blocks are needed, and a prompt
 that starts like anything held computes only the rest (several turns of one agent, several rollouts
 of one prompt). New weights make all of it worthless: everything held is dropped and running
-requests compute their whole sequence again before they sample their next token (law L8).
+requests compute their whole sequence again before they sample their next token (law L8), or begin
+again from their prompt. The weights are always one whole version: an update that is refused has
+changed nothing, and one that fails halfway ends the engine.
 """
 
 import heapq
@@ -17,7 +19,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from itertools import islice
-from typing import NamedTuple
+from typing import NamedTuple, get_args
 
 import msgspec
 import numpy as np
@@ -26,7 +28,7 @@ from torch import Tensor
 
 from headrace.engine.blocks import BlockPool
 from headrace.engine.compiled import CompiledStep
-from headrace.engine.config import EngineConfig, EngineStats
+from headrace.engine.config import EngineConfig, EngineStats, UpdatePolicy
 from headrace.engine.drafting import Computed, Drafter
 from headrace.engine.grouped_cache import GroupedCache
 from headrace.engine.latent_cache import LatentCache
@@ -42,6 +44,8 @@ from headrace.engine.types import EngineError, GenerationRequest, GenerationResu
 from headrace.model.checkpoint import load_weights_into
 from headrace.model.decoder import Decoder
 from headrace.model.linear import store_input_major
+from headrace.model.shared_folder import is_published
+from headrace.model.shared_weights import LoadReport, load_shared_into
 from headrace.ops import row_independent
 from headrace.rollout.types import FinishReason
 
@@ -116,6 +120,8 @@ class EngineCore:
         self._deadlines: list[tuple[float, str]] = []
         self._batch: tuple[list[Live], SamplingBatch] = ([], SamplingBatch([], [], []))
         self._poisoned = False
+        # Checksums of the published version that the model holds, by tensor; empty if it is none.
+        self._held: dict[str, int] = {}
         first_seed = secrets.randbits(64) if config.seed is None else config.seed
         self._seeds = np.random.default_rng(first_seed)
         self._stats = EngineStats(version=version)
@@ -196,37 +202,84 @@ class EngineCore:
         self._tree.reset(self.version)
 
     @torch.no_grad()
-    def load_weights(self, path: str, version: int) -> None:
-        """Switch to the checkpoint directory at `path`, between two steps.
+    def load_weights(self, path: str, version: int, policy: UpdatePolicy = "continue") -> None:
+        """Switch to other weights of the same model, between two steps.
 
-        Everything held is dropped; running requests compute their sequence again and go on.
+        Everything held is dropped. What becomes of running requests is up to `policy`.
+
+        Args:
+            path: a checkpoint directory, read as a whole; or what `shared_weights.publish`
+                returned, of which only tensors are copied that differ from the last such update.
+            version: their stamp; that of a published version is its own.
+            policy: "continue" computes the running sequences again and goes on with a new span;
+                "requeue" lets them begin again from their prompts, with the same seed and deadline.
 
         Raises:
-            EngineError: INVALID version.
-            UserError: the checkpoint cannot be read or does not fit the model.
+            EngineError: INVALID version or policy.
+            UserError: the weights cannot be read or do not fit the model. Nothing has changed, and
+                requests go on as if this had not been called.
+            RuntimeError: a checkpoint failed when a part of it was already in the model. This core
+                must not be used any more.
         """
         if version < 0:
             raise EngineError(EngineError.INVALID, f"version is {version}; it must be >= 0")
+        if policy not in get_args(UpdatePolicy):
+            raise EngineError(
+                EngineError.INVALID,
+                f"policy is {policy!r}; it must be one of {', '.join(get_args(UpdatePolicy))}",
+            )
         started = time.perf_counter()
-        loaded = self.version
+        if is_published(path):
+            report = load_shared_into(self.model, path, self._held, version=version)
+        else:
+            report = self._load_checkpoint(path)
+        self._scheduler.drop_computed(version, restart=policy == "requeue")
+        if report.tensors_changed:
+            self._poisoned = not all(bool(p.sum().isfinite()) for p in self.model.parameters())
+            for packed in (self._compiled, self._products):
+                if packed is not None:
+                    packed.repack()
+        self._switch_requests(version, restart=policy == "requeue")
+        pause = time.perf_counter() - started
+        stats = self._stats
+        stats.version = version
+        stats.updates += 1
+        stats.update_bytes += report.bytes_copied
+        stats.update_tensors += report.tensors_changed
+        stats.last_update_pause_s = pause
+        stats.busy_s += pause
+
+    def _load_checkpoint(self, path: str) -> LoadReport:
+        """Load a checkpoint directory: all of it, or nothing."""
+        started = time.perf_counter()
+        tensors = list(self.model.hf_tensors().values())
+        # A parameter and the views of it share one count of writes.
+        writes = [tensor._version for tensor in tensors]
         try:
             load_weights_into(self.model, path)
-            loaded = version
-        finally:
-            # Whatever was read before a failure, keys and values are no longer to be trusted.
-            self._scheduler.drop_computed(loaded)
-        self._poisoned = not all(bool(p.sum().isfinite()) for p in self.model.parameters())
-        for packed in (self._compiled, self._products):
-            if packed is not None:
-                packed.repack()
-        self._stats.version = version
+        except Exception as error:
+            if writes == [tensor._version for tensor in tensors]:
+                raise
+            raise RuntimeError(
+                f"checkpoint {path} failed when parts of it were loaded ({error}); "
+                "these weights are of no version"
+            ) from error
+        self._held = {}
+        copied = sum(tensor.nbytes for tensor in tensors)
+        return LoadReport(copied, len(tensors), time.perf_counter() - started)
+
+    def _switch_requests(self, version: int, *, restart: bool) -> None:
+        """Tell those that have begun that what follows comes from other weights."""
         for live in self._open.values():
-            if live.started is not None:
-                live.stamp(version)
-        pause = time.perf_counter() - started
-        self._stats.updates += 1
-        self._stats.last_update_pause_s = pause
-        self._stats.busy_s += pause
+            if live.started is None:
+                continue
+            if restart:
+                live.restart()
+                self._stats.requests_restarted += 1
+            live.stamp(version)
+        if restart:
+            # Their draws are counted from the start again.
+            self._batch = ([], SamplingBatch([], [], []))
 
     @torch.inference_mode()
     def step(self) -> list[GenerationResult | GenerationFailure]:

@@ -130,6 +130,14 @@ class Live:
         self.prompt_logprobs += scores
         self.prompt_alternatives += alternatives
 
+    def restart(self) -> None:
+        """Forget everything sampled and scored; the next token is the first one again."""
+        for held in (self.ids, self.logprobs, self.raw_logprobs, self.alternatives):
+            held.clear()
+        for held in (self.prompt_logprobs, self.prompt_alternatives, self.marks):
+            held.clear()
+        self.drafted = self.accepted = 0
+
     def stamp(self, version: int) -> None:
         """Tokens from here on come from `version`."""
         if self.marks and self.marks[-1][0] == len(self.ids):

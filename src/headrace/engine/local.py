@@ -9,7 +9,8 @@ from typing import Any
 import msgspec
 
 from headrace.cluster.types import Request, WorkerFailure
-from headrace.engine.client import ANSWER_GRACE_S, WorkerClient, refusal
+from headrace.engine.client import ANSWER_GRACE_S, LOAD_TIMEOUT_S, WorkerClient, refusal
+from headrace.engine.config import UpdatePolicy
 from headrace.engine.core import EngineCore
 from headrace.engine.types import EngineError, GenerationRequest, GenerationResult
 from headrace.engine.worker import EngineWorker
@@ -123,10 +124,13 @@ class LocalEngine(WorkerClient):
             raise
         return msgspec.convert(result, GenerationResult)
 
-    async def load_weights(self, path: str, version: int) -> None:
-        """See `EngineClient.load_weights`."""
+    async def load_weights(
+        self, path: str, version: int, policy: UpdatePolicy = "continue"
+    ) -> None:
+        """See `EngineCore.load_weights`."""
+        payload = {"path": path, "version": version, "policy": policy}
         async with self._loading:
-            await self._call("load_weights", {"path": path, "version": version}, 600.0)
+            await self._call("load_weights", payload, LOAD_TIMEOUT_S)
             self._version = version
 
     async def close(self) -> None:

@@ -186,11 +186,16 @@ class Scheduler:
             self._pool.release(self._sources)
             self._sources = []
 
-    def drop_computed(self, version: int) -> None:
+    def drop_computed(self, version: int, *, restart: bool = False) -> None:
         """New weights: forget all keys and values (law L8).
 
-        Running sequences compute theirs again, ahead of all that never ran; nothing sampled is
-        lost, and one that shares its prompt with another still computes it once.
+        Running sequences compute theirs again, ahead of all that never ran; one that shares its
+        prompt with another still computes it once.
+
+        Args:
+            version: of the new weights.
+            restart: forget what was sampled, too, so that all begin at their prompts again; else
+                they go on where they are.
         """
         self._settle()
         self._tree.reset(version)
@@ -199,6 +204,9 @@ class Scheduler:
             self._stop(sequence, keep=False)
             sequence.state = "waiting"
             self._waiting[sequence] = None
+        if restart:
+            for sequence in self._waiting:
+                sequence.length = sequence.prompt_length
 
     # -- one pass -------------------------------------------------------------------------------
 

@@ -18,6 +18,8 @@ from headrace.engine.core import EngineCore, GenerationFailure
 from headrace.engine.types import EngineError, GenerationRequest, GenerationResult
 from headrace.errors import UserError
 from headrace.model.checkpoint import load_checkpoint
+from headrace.model.shared_folder import is_published
+from headrace.model.shared_weights import load_shared
 
 _IDLE_POLL_S = 1.0
 _CALLER_WAIT_S = 60.0
@@ -41,13 +43,14 @@ class EngineWorker:
     Methods and payloads (all msgpack-able):
         generate: a GenerationRequest as dict -> a GenerationResult as dict, when it ends
         abort: {"id"} -> None
-        load_weights: {"path", "version"} -> {"version"}
+        load_weights: {"path", "version", "policy": see `EngineCore.load_weights`} -> {"version"}
         stats: {} -> EngineStats as dict, plus "max_context" and "pid"
         shutdown: {} -> None; open requests are aborted and answered first
 
     Args:
         connection: see `Connection`.
-        checkpoint: directory of the first weights; ignored if `core` is given.
+        checkpoint: directory of the first weights, of a checkpoint or published; ignored if
+            `core` is given.
         version: stamp of those weights.
         config: EngineConfig as dict.
         threads: compute threads of this process.
@@ -94,7 +97,8 @@ class EngineWorker:
         try:
             # Compiling the ops would otherwise happen inside somebody's first request.
             ops.prepare("cpu")
-            model = load_checkpoint(self._checkpoint, dtype=getattr(torch, self._config.dtype))
+            load = load_shared if is_published(self._checkpoint) else load_checkpoint
+            model = load(self._checkpoint, dtype=getattr(torch, self._config.dtype))
             return EngineCore(model, self._config, version=self._version)
         except (UserError, ValueError) as error:
             request = self._connection.poll(_CALLER_WAIT_S)
@@ -139,7 +143,8 @@ class EngineWorker:
                 self._deliver(core.collect())
                 reply(request.id)
             case "load_weights":
-                core.load_weights(payload["path"], payload["version"])
+                policy = payload.get("policy", "continue")
+                core.load_weights(payload["path"], payload["version"], policy)
                 reply(request.id, {"version": core.version})
             case "stats":
                 stats = msgspec.to_builtins(core.stats())

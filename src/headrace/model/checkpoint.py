@@ -77,18 +77,31 @@ def load_weights_into(model: Decoder, path: str | Path) -> None:
     Raises:
         UserError: a missing, corrupt or unfitting file, or another architecture than the model's.
     """
-    config = ModelConfig.from_file(path)
-    if config != model.config:
-        changed = ", ".join(
-            f"{name} {getattr(model.config, name)!r} -> {getattr(config, name)!r}"
-            for name in vars(config)
-            if getattr(config, name) != getattr(model.config, name)
-        )
-        raise UserError(
-            f"checkpoint {path}: not the running model's architecture ({changed}); "
-            "load a checkpoint of the same model"
-        )
+    check_architecture(model.config, ModelConfig.from_file(path), f"checkpoint {path}")
     _copy_weights(model, Path(path))
+
+
+def check_architecture(running: ModelConfig, config: ModelConfig, what: str) -> None:
+    """Refuse weights of another model.
+
+    Args:
+        running: the model that is to take them.
+        config: of the weights.
+        what: their name in the message.
+
+    Raises:
+        UserError: the two differ.
+    """
+    if config == running:
+        return
+    changed = ", ".join(
+        f"{name} {getattr(running, name)!r} -> {getattr(config, name)!r}"
+        for name in vars(config)
+        if getattr(config, name) != getattr(running, name)
+    )
+    raise UserError(
+        f"{what}: not the running model's architecture ({changed}); load weights of the same model"
+    )
 
 
 def save_checkpoint(
@@ -164,7 +177,7 @@ def write_weights(
     # safetensors makes its files private whatever the umask says; readers may be other users.
     mode = config_file.stat().st_mode & 0o777
     sizes = {
-        name: tensor.numel() * _stored_dtype(name, tensor, dtype).itemsize
+        name: tensor.numel() * stored_dtype(name, tensor, dtype).itemsize
         for name, tensor in tensors.items()
     }
     shards = _split(sizes, max_shard_bytes)
@@ -178,7 +191,7 @@ def write_weights(
         (path / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
     for file, names in zip(files, shards, strict=True):
         stored = {
-            name: tensors[name].to("cpu", _stored_dtype(name, tensors[name], dtype)).contiguous()
+            name: tensors[name].to("cpu", stored_dtype(name, tensors[name], dtype)).contiguous()
             for name in names
         }
         save_file(stored, path / file, metadata={"format": "pt"})
@@ -322,8 +335,11 @@ def _check_copies(path: Path, sources: Mapping[str, Any]) -> None:
             )
 
 
-def _stored_dtype(name: str, view: Tensor, dtype: torch.dtype | None) -> torch.dtype:
-    """What a weight is stored as: rounding these few to bfloat16 would change discrete choices."""
+def stored_dtype(name: str, view: Tensor, dtype: torch.dtype | None) -> torch.dtype:
+    """What a weight is stored as when `dtype` is asked for; None is its own.
+
+    Rounding a few of them, routers for one, to bfloat16 would change discrete choices.
+    """
     return view.dtype if dtype is None or name.endswith(_ALWAYS_FP32) else dtype
 
 

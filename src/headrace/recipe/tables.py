@@ -162,6 +162,9 @@ class EngineTable(Table):
     room for max_running requests of max_context tokens."""
     max_waiting: Positive = 1024
     """Requests queued before new ones are refused."""
+    weight_transport: Literal["shared", "disk"] = "shared"
+    """How a trainer's new weights reach the engine: "shared" through shared memory, checked, and
+    only tensors that changed; "disk" by reading the checkpoint that is written in either case."""
 
 
 class GatewayTable(Table):

@@ -3,12 +3,19 @@
 What must survive a crash is in the ledger before it is acted upon.
 """
 
+import contextlib
+import hashlib
+import os
 import shutil
 import time
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+from headrace.cluster.types import WorkerFailure
 from headrace.engine.client import ProcessEngine
+from headrace.errors import UserError
+from headrace.model.shared_folder import own_folder
 from headrace.recipe import AgenticRlStage
 from headrace.rollout.orchestrator import RolloutSource, SourceConfig, cursor_key
 from headrace.stages.context import (
@@ -55,7 +62,10 @@ async def run_agentic_rl(
     )
     source_of_batches.resume(recovery)
     cores = system.cores.trainer
-    async with open_trainer(context.cluster, stage.name, cores, context.run_dir) as worker:
+    async with (
+        open_trainer(context.cluster, stage.name, cores, context.run_dir) as worker,
+        _open_transport(context, system.engine, worker) as transport,
+    ):
         await worker.request(
             "load",
             {
@@ -94,7 +104,7 @@ async def run_agentic_rl(
             with ledger.transaction():
                 ledger.publish(stage.name, version, progress.step, path)
                 ledger.checkpointed(stage.name, progress.step, path)
-            await system.engine.load_weights(str(path), version)
+            await transport.update_engine(path, version)
             progress.version = version
             _prune(context.run_dir, stage.name, keep=path)
 
@@ -117,6 +127,67 @@ async def run_agentic_rl(
             await publish(progress)
         await save_weights(worker, target, tokenizer=source)
     return {"updates": progress.step, "version": progress.version}
+
+
+class _Transport:
+    """Brings weights that the trainer has saved to the engine.
+
+    Args:
+        context: of the stage.
+        engine: whose weights to change.
+        worker: the trainer.
+        folder: of versions in shared memory; None reads checkpoints from disk.
+    """
+
+    def __init__(
+        self,
+        context: StageContext,
+        engine: ProcessEngine,
+        worker: TrainerGroup,
+        folder: Path | None,
+    ) -> None:
+        self._context = context
+        self._engine = engine
+        self._worker = worker
+        self._folder = folder
+
+    async def update_engine(self, checkpoint: Path, version: int) -> None:
+        """Switch the engine to the trainer's present weights, which `checkpoint` holds, too."""
+        if self._folder is not None:
+            try:
+                await self._share(self._folder, checkpoint, version)
+                return
+            except (UserError, WorkerFailure) as refusal:
+                # What the engine refused it has not taken, and the checkpoint is there.
+                self._folder = None
+                self._context.message(f"weights go through the disk from here on: {refusal}")
+        await self._engine.load_weights(str(checkpoint), version)
+
+    async def _share(self, folder: Path, checkpoint: Path, version: int) -> None:
+        path = await self._worker.request(
+            "publish",
+            {
+                "folder": str(folder),
+                "version": version,
+                "dtype": self._context.recipe.engine.dtype,
+            },
+            timeout_s=SAVE_TIMEOUT_S,
+        )
+        await self._engine.load_weights(path, version, checkpoint=str(checkpoint))
+
+
+@contextlib.asynccontextmanager
+async def _open_transport(
+    context: StageContext, engine: ProcessEngine, worker: TrainerGroup
+) -> AsyncIterator[_Transport]:
+    """A transport for the stage, as the recipe says; nothing of it stays in shared memory."""
+    if context.recipe.engine.weight_transport == "disk":
+        yield _Transport(context, engine, worker, None)
+        return
+    # The same name after a crash, so that what was left behind is found.
+    run = hashlib.blake2b(os.fsencode(context.run_dir.resolve()), digest_size=8).hexdigest()
+    with own_folder(run) as folder:
+        yield _Transport(context, engine, worker, folder)
 
 
 class _RlObserver:

@@ -19,6 +19,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from headrace.model.checkpoint import save_checkpoint
 from headrace.model.decoder import Decoder
 from headrace.model.moe import Router
+from headrace.model.shared_weights import publish
 from headrace.objectives.balance import updated_router_bias
 from headrace.objectives.double_sided_is import double_sided_is
 from headrace.objectives.language_model import weighted_nll
@@ -315,6 +316,29 @@ class Trainer:
             torch.save(state, temporary)
             temporary.replace(path / OPTIMIZER_FILE)
         self.ranks.barrier()
+
+    def publish(
+        self, folder: Path, version: int, *, dtype: torch.dtype | None = None
+    ) -> Path | None:
+        """Put the weights where engines of this machine find them; all ranks must call.
+
+        Args:
+            folder, version: see `shared_weights.publish`.
+            dtype: of the engines; None keeps the trainer's.
+
+        Returns:
+            What to hand to the engines, on rank 0; None on the others.
+
+        Raises:
+            UserError: the folder cannot be written.
+        """
+        model = unsharded(self.model, self.ranks)
+        path = None
+        if model is not None:
+            config = model.config.to_hf()
+            path = publish(model.hf_tensors(), folder, version, dtype=dtype, config=config)
+        self.ranks.barrier()
+        return path
 
     def restore_optimizer(self, path: Path) -> bool:
         """Load optimizer state saved by `save`; False when the checkpoint has none."""

@@ -35,7 +35,7 @@ from headrace.training.trainer import NonFiniteLossError, OptimizerConfig, RlCon
 
 Trainable = Literal["all", "indexer", "all_but_indexer"]
 
-_WORK = ("supervised", "rl", "save", "checkpoint")
+_WORK = ("supervised", "rl", "save", "publish", "checkpoint")
 """Methods whose time counts as training; loading a model or receiving data does not."""
 _FAILURES: dict[type[Exception], str] = {
     UserError: "user_error",
@@ -160,6 +160,16 @@ class TrainerWorker:
             self._trainer.reset_optimizer()
         self.fresh = True
         return time.perf_counter() - started
+
+    def _do_publish(self, folder: str, version: int, dtype: str | None = None) -> str | None:
+        """Put the current weights into shared memory, as engines of `dtype` hold them.
+
+        Returns:
+            The published version's path, on rank 0.
+        """
+        stored = None if dtype is None else getattr(torch, dtype)
+        path = self._trainer.publish(Path(folder), version, dtype=stored)
+        return None if path is None else str(path)
 
     # -- supervised stages ------------------------------------------------------------------
 
