@@ -84,7 +84,7 @@ FOLLOW_UPS = (
     "That helps. What would an expert say about it that most people have never heard before?",
 )
 FIRST, LATER = 160, 24
-"""Tokens of glm5-tiny's prompts: the first one is longer than what its attention selects (128)."""
+"""New tokens of glm5-tiny's prompts: the first is longer than what its attention selects (128)."""
 ROW = 256
 """Tokens of a row that glm5-tiny is trained on."""
 SHARPER = 4.0
@@ -173,14 +173,14 @@ def chat(renderer: ChatRenderer) -> Speaker:
     return speak
 
 
-def reading(ids: np.ndarray, turns: int) -> Speaker:
-    """Pieces of running text [n]: a long one, then short ones that follow it."""
-    length = FIRST + (turns - 1) * LATER
+def reading(ids: np.ndarray, turns: int, first: int) -> Speaker:
+    """Pieces of running text [n]: one of `first` tokens, then short ones that follow it."""
+    length = first + (turns - 1) * LATER
 
     def speak(number: int, turn: int, before: list[int], answer: list[int]) -> list[int]:
         start = number * length % max(1, len(ids) - length)
-        begin = start + (FIRST + (turn - 1) * LATER if turn else 0)
-        return ids[begin : begin + (LATER if turn else FIRST)].tolist()
+        begin = start + (first + (turn - 1) * LATER if turn else 0)
+        return ids[begin : begin + (LATER if turn else first)].tolist()
 
     return speak
 
@@ -304,7 +304,7 @@ def dense_model(arguments: argparse.Namespace, folder: Path) -> tuple[Model, str
         save_checkpoint(random, path)
         ids = np.random.default_rng(0).integers(1, SMOLLM2_SHAPE.vocab_size, 100_000)
         context = FIRST + arguments.turns * (LATER + arguments.new)
-        return Model(path, reading(ids, arguments.turns), (), context), note
+        return Model(path, reading(ids, arguments.turns, 2 * LATER), (), context), note
     renderer = create_renderer("auto", path)
     context = 128 + arguments.turns * (64 + arguments.new)
     positions = ModelConfig.from_file(path).max_positions
@@ -318,6 +318,8 @@ def dense_model(arguments: argparse.Namespace, folder: Path) -> tuple[Model, str
 
 def glm5_model(arguments: argparse.Namespace, folder: Path) -> tuple[Model, str]:
     """glm5-tiny after some steps on a little text, which it then goes on with."""
+    # So small a model gains nothing from a second thread, and waits for it on a busy machine.
+    torch.set_num_threads(1)
     texts = sample_texts(open_corpus("builtin"), max_bytes=1 << 18)
     tokenizer = train_tokenizer(texts, 1024)
     ids = np.concatenate(tokenizer.encode_texts(texts))
@@ -337,7 +339,7 @@ def glm5_model(arguments: argparse.Namespace, folder: Path) -> tuple[Model, str]
     save_checkpoint(model, folder / "glm5")
     context = FIRST + arguments.turns * (LATER + arguments.new)
     note = f"glm5-tiny after {arguments.steps} steps, loss {loss:.2f} nats"
-    return Model(folder / "glm5", reading(ids, arguments.turns), (), context), note
+    return Model(folder / "glm5", reading(ids, arguments.turns, FIRST), (), context), note
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
@@ -389,7 +391,10 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         for suffix, prepare in (("", dense_model), ("_glm5", glm5_model)):
             torch.set_num_threads(threads)
-            model, note = prepare(arguments, Path(folder))
+            try:
+                model, note = prepare(arguments, Path(folder))
+            except UserError as error:
+                raise SystemExit(str(error)) from error
             notes.append(note)
             print(note, flush=True)
             metrics |= measure(model, arguments, threads, suffix)

@@ -22,9 +22,11 @@ from engine_harness import (
 )
 
 from headrace.engine.core import EngineCore
-from headrace.engine.types import GenerationResult
+from headrace.engine.sampling import SamplingBatch
+from headrace.engine.types import GenerationResult, SamplingParams
 from headrace.model.checkpoint import load_checkpoint
 from headrace.model.decoder import Decoder
+from headrace.ops import linear_cross_entropy
 from headrace.rollout.types import Segment
 from headrace.training.batch import Sample, rollout_sample, supervised_sample
 from headrace.training.trainer import OptimizerConfig, RlConfig, Trainer
@@ -213,7 +215,7 @@ def test_keys_and_values_that_outlive_their_weights_are_seen(
 ) -> None:
     weights = save_versions(kind, tmp_path)
     core = new_core(load_checkpoint(weights[0]))
-    monkeypatch.setattr(core._scheduler, "drop_computed", lambda version: None)
+    monkeypatch.setattr(core._scheduler, "drop_computed", lambda *_, **__: None)
     conversations = talk(core, 1, update=(0, 8, weights[1]))
     assert mismatch(weights[0], conversations, 0) < TOLERANCE
     assert mismatch(weights[1], conversations, 1) > WRONG
@@ -224,3 +226,16 @@ def test_another_temperature_than_the_trainers_is_seen(tmp_path: Path) -> None:
     conversations = talk(new_core(load_checkpoint(weights)), 1, temperature=0.7)
     assert mismatch(weights, conversations, 0, temperature=1.0) > WRONG
     assert mismatch(weights, conversations, 0, temperature=0.7) < TOLERANCE
+
+
+def test_unlikely_ids_of_a_wide_vocabulary_count_as_they_do_for_the_trainer() -> None:
+    generator = torch.Generator().manual_seed(0)
+    logits = 0.1 * torch.randn(16, 49_152, generator=generator)
+    # A few ids have the mass, and the others together still 4e-5 of it.
+    logits[:, :64] += 16.7
+    params = [SamplingParams(max_tokens=1, temperature=1.0 if i % 2 else 0.0) for i in range(16)]
+    draw = SamplingBatch(params, list(range(16)), [0] * 16).sample(logits)
+    assert len(set(draw.ids.tolist())) > 4
+    trainers, _ = linear_cross_entropy(torch.eye(16), logits.T.contiguous(), draw.ids)
+    for reported in (draw.logprobs, draw.raw_logprobs):
+        torch.testing.assert_close(reported, trainers, rtol=0.0, atol=2e-6)

@@ -181,7 +181,7 @@ class SamplingBatch:
         else:
             # Nothing needs the scores any more once their softmax has taken their place.
             scores = self._scores(raw, workspace)
-        probabilities = torch.softmax(scores, -1, out=workspace)
+        probabilities = _softmax(scores, workspace)
         if self._all_greedy:
             ids = scores.max(-1, keepdim=True).indices
             chosen = probabilities.gather(-1, ids)
@@ -190,7 +190,7 @@ class SamplingBatch:
         logprobs = _tensor(log_probability(p) for p in chosen[:, 0].tolist())
         if scores is not raw:
             # The sampling distribution is used up, too.
-            torch.softmax(raw, -1, out=probabilities)
+            _softmax(raw, probabilities)
         if scores is raw and not self._filters:
             raw_logprobs = logprobs
         else:
@@ -207,7 +207,7 @@ class SamplingBatch:
         Greedy rows: the temperature-1 distribution whose likeliest id they take. Draws nothing.
         """
         scores = self._scores(logits.detach().float())
-        probabilities = torch.softmax(scores, -1)
+        probabilities = _softmax(scores)
         for group in self._filters:
             for rows, order, kept in _filtered(group, scores, probabilities):
                 probabilities[rows] = torch.zeros(len(rows), logits.shape[-1]).scatter_(
@@ -279,7 +279,7 @@ def score_tokens(
         T logprobs, and for each position its alternatives.
     """
     raw = logits.detach().float()
-    probabilities = torch.softmax(raw, -1)
+    probabilities = _softmax(raw)
     columns = torch.tensor(list(ids), dtype=torch.int64)[:, None]
     logprobs = [row[0] for row in _logprobs_of(raw, probabilities, columns)]
     return logprobs, _likeliest(raw, probabilities, [alternatives] * len(logprobs))
@@ -404,7 +404,21 @@ def _block_sums(probabilities: Tensor) -> Tensor:
     return torch.cat([whole, rest.unflatten(-1, (1, _BLOCK)).sum(-1)], -1)
 
 
-# -- logarithms ---------------------------------------------------------------------------------
+# -- probabilities and their logarithms ---------------------------------------------------------
+
+
+def _softmax(logits: Tensor, out: Tensor | None = None) -> Tensor:
+    """[n, V] float32 -> [n, V], in `out` if given.
+
+    torch's adds up a wide row in float32, where the likely ids' weight swallows that of the many
+    unlikely ones: with tens of thousands of ids its probabilities sum to 1.00001, and logprobs
+    would be too high by that, beside the trainer's. So they are divided by their sum.
+    """
+    probabilities = torch.softmax(logits, -1, out=out)
+    narrow = probabilities.shape[-1] <= _ONE_LEVEL
+    parts = probabilities.numpy() if narrow else _block_sums(probabilities).numpy()
+    totals = np.cumsum(parts, -1, dtype=np.float64)[:, -1:].astype(np.float32)
+    return probabilities.div_(torch.from_numpy(totals))
 
 
 def log_probability(probability: float) -> float:
