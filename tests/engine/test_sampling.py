@@ -161,7 +161,7 @@ def advance(requests: list[Request], steps: int) -> None:
         for i, request in enumerate(requests):
             others = () if alternatives is None else alternatives[i]
             token, bits = int(ids[i]), (float(logprobs[i]), float(raw[i]))
-            assert np.float32(math.log(dense[i, token])) == bits[0]
+            assert bits[0] == pytest.approx(math.log(dense[i, token]), abs=2e-6, rel=1e-6)
             request.output.append(token)
             request.seen.append((token, *bits, others))
 

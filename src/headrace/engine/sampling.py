@@ -4,15 +4,16 @@ A draw is a pure function of (request seed, how many tokens the request has draw
 becomes a uniform number, and inverse CDF turns it into a token. Neighbours in the batch therefore
 never influence what a request draws, and a resubmitted request draws the same numbers again.
 
-The same holds for every number computed on the way, to the bit, which rules some operations out:
-a torch reduction over [n, V] may split a single row among threads, and a vectorised exp or log may
-treat the last few elements of a tensor differently. Used here are softmax, max, topk, cumsum and
-sums of short blocks, which work on each row by itself; arithmetic that IEEE 754 rounds exactly; and
-logarithms of single numbers.
+The same holds for every number computed on the way, to the bit. The ops `draw_tokens` and
+`token_logprobs` promise it; for rows with filters, whose probabilities have to be sorted, it rules
+some torch operations out: a reduction over [n, V] may split a single row among threads, and a
+vectorised exp or log may treat the last few elements of a tensor differently. Used here are
+softmax, max, topk, cumsum and sums of short blocks, which work on each row by itself; arithmetic
+that IEEE 754 rounds exactly; and logarithms of single numbers.
 """
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from enum import IntEnum
 from typing import NamedTuple
 
@@ -23,6 +24,7 @@ from torch import Tensor
 
 from headrace.engine.adjustments import HeldStops, LogitBias, Penalties
 from headrace.engine.types import Alternatives, SamplingParams
+from headrace.ops import draw_tokens, token_logprobs
 
 SEED_MASK = (1 << 64) - 1
 _GAMMA = np.uint64(0x9E3779B97F4A7C15)
@@ -36,8 +38,6 @@ _WIDER = 16
 _BLOCK = 128
 _ONE_LEVEL = 1024
 """Up to this width cumulative sums are taken of single probabilities, above it of blocks."""
-_TINY = 1e-30
-"""Below this a float32 probability has lost digits, and its logarithm comes from the logits."""
 
 
 class Lane(IntEnum):
@@ -151,22 +151,13 @@ class SamplingBatch:
         masked = np.array([seed & SEED_MASK for seed in seeds], dtype=np.uint64)
         self._streams = _streams(masked, Lane.TOKEN)
         self._drawn = np.array(drawn, dtype=np.uint64)
-        temperatures = [float(p.temperature or 1.0) for p in params]
-        self._temperature = (
-            None if all(t == 1.0 for t in temperatures) else torch.tensor(temperatures)[:, None]
-        )
-        greedy = [i for i, p in enumerate(params) if p.temperature == 0]
-        self._all_greedy = len(greedy) == len(params)
-        self._greedy = torch.tensor(greedy) if greedy else None
+        self._temperature = torch.tensor([float(p.temperature) for p in params])
         self._filters = _group_filters(params)
-        filtered = sum(len(group.rows) for group in self._filters)
-        self._any_plain = len(greedy) + filtered < len(params)
         self._bias = LogitBias.of(params)
         self._held = HeldStops.of(params)
         self._penalties = Penalties.of(params, drawn, prompts, outputs)
         self._alternatives = [p.logprobs for p in params]
         self._any_alternatives = any(self._alternatives)
-        self._memory: Tensor | None = None
 
     def sample(self, logits: Tensor) -> Draw:
         """Draw one token per row, and `observe` it.
@@ -175,41 +166,35 @@ class SamplingBatch:
             logits: [n, V], any float dtype; left as they are.
         """
         raw = logits.detach().float()
-        workspace = self._workspace(raw)
-        if self._filters or self._greedy is not None:
-            scores = self._scores(raw)
-        else:
-            # Nothing needs the scores any more once their softmax has taken their place.
-            scores = self._scores(raw, workspace)
-        probabilities = _softmax(scores, workspace)
-        if self._all_greedy:
-            ids = scores.max(-1, keepdim=True).indices
-            chosen = probabilities.gather(-1, ids)
-        else:
-            ids, chosen = self._draw(scores, probabilities)
-        logprobs = _tensor(log_probability(p) for p in chosen[:, 0].tolist())
+        scores = self._adjusted(raw)
+        draws = _unit_interval(_bits(self._streams, self._drawn))
+        ids, logprobs, raw_logprobs = draw_tokens(
+            scores, self._temperature, torch.from_numpy(draws)
+        )
+        for group in self._filters:
+            for rows, order, kept in self._filtered(group, scores):
+                choice = invert_cdf(kept, draws[rows.numpy()][:, None])
+                ids[rows] = order.gather(-1, choice)[:, 0]
+                chosen = kept.gather(-1, choice)[:, 0].tolist()
+                logprobs[rows] = torch.tensor([log_probability(p) for p in chosen])
         if scores is not raw:
-            # The sampling distribution is used up, too.
-            _softmax(raw, probabilities)
-        if scores is raw and not self._filters:
-            raw_logprobs = logprobs
-        else:
-            raw_logprobs = _tensor(row[0] for row in _logprobs_of(raw, probabilities, ids))
-        alternatives = None
-        if self._any_alternatives:
-            alternatives = _likeliest(raw, probabilities, self._alternatives)
-        self.observe(ids[:, 0].tolist())
-        return Draw(ids[:, 0], logprobs, raw_logprobs, alternatives)
+            raw_logprobs = token_logprobs(raw, ids[:, None])[:, 0]
+        elif self._filters:
+            rows = torch.cat([group.rows for group in self._filters])
+            raw_logprobs[rows] = token_logprobs(raw[rows], ids[rows, None])[:, 0]
+        alternatives = _likeliest(raw, self._alternatives) if self._any_alternatives else None
+        self.observe(ids.tolist())
+        return Draw(ids, logprobs, raw_logprobs, alternatives)
 
     def distribution(self, logits: Tensor) -> Tensor:
         """The probabilities `sample` would draw from: [n, V] logits -> [n, V] float32.
 
         Greedy rows: the temperature-1 distribution whose likeliest id they take. Draws nothing.
         """
-        scores = self._scores(logits.detach().float())
-        probabilities = _softmax(scores)
+        scores = self._adjusted(logits.detach().float())
+        probabilities = _softmax(scores / self._divisor(slice(None)))
         for group in self._filters:
-            for rows, order, kept in _filtered(group, scores, probabilities):
+            for rows, order, kept in self._filtered(group, scores):
                 probabilities[rows] = torch.zeros(len(rows), logits.shape[-1]).scatter_(
                     -1, order, kept
                 )
@@ -221,48 +206,28 @@ class SamplingBatch:
         if self._penalties is not None:
             self._penalties.count(ids)
 
-    def _workspace(self, raw: Tensor) -> Tensor:
-        """[n, V] memory that lives as long as the batch: fresh pages cost more than a softmax."""
-        if self._memory is None or self._memory.shape != raw.shape:
-            # Usable in and out of inference mode, whichever comes first.
-            with torch.inference_mode(False):
-                self._memory = torch.empty_like(raw, requires_grad=False)
-        return self._memory
-
-    def _scores(self, raw: Tensor, out: Tensor | None = None) -> Tensor:
-        """Logits after bias, penalties, held stops and temperature, in `out` or memory of their
-        own; `raw` itself if nothing changes them."""
-        scores = raw
-        if self._bias is not None or self._penalties is not None or self._held is not None:
-            scores = raw.clone() if out is None else out.copy_(raw)
-            if self._bias is not None:
-                self._bias.apply(scores)
-            if self._penalties is not None:
-                self._penalties.apply(scores)
-            if self._held is not None:
-                self._held.apply(scores, self._drawn)
-        if self._temperature is not None:
-            # Divided, as the trainer does it, not multiplied by a rounded inverse.
-            target = out if scores is raw else scores
-            return torch.div(scores, self._temperature, out=target)
+    def _adjusted(self, raw: Tensor) -> Tensor:
+        """Logits after bias, penalties and held stops; `raw` itself if nothing changes them."""
+        if self._bias is None and self._penalties is None and self._held is None:
+            return raw
+        scores = raw.clone()
+        if self._bias is not None:
+            self._bias.apply(scores)
+        if self._penalties is not None:
+            self._penalties.apply(scores)
+        if self._held is not None:
+            self._held.apply(scores, self._drawn)
         return scores
 
-    def _draw(self, scores: Tensor, probabilities: Tensor) -> tuple[Tensor, Tensor]:
-        """Ids and their probabilities under the distribution drawn from, both [n, 1]."""
-        draws = _unit_interval(_bits(self._streams, self._drawn))[:, None]
-        if self._any_plain:
-            ids = invert_cdf(probabilities, draws)
-        else:
-            ids = torch.zeros(len(draws), 1, dtype=torch.int64)
-        if self._greedy is not None:
-            ids[self._greedy] = scores[self._greedy].max(-1, keepdim=True).indices
-        chosen = probabilities.gather(-1, ids)
-        for group in self._filters:
-            for rows, order, kept in _filtered(group, scores, probabilities):
-                choice = invert_cdf(kept, draws[rows.numpy()])
-                ids[rows] = order.gather(-1, choice)
-                chosen[rows] = kept.gather(-1, choice)
-        return ids, chosen
+    def _divisor(self, rows: Tensor | slice) -> Tensor:
+        """Temperatures of some rows as a column; 1 for greedy ones."""
+        temperature = self._temperature[rows]
+        return torch.where(temperature == 0, 1.0, temperature)[:, None]
+
+    def _filtered(self, group: _Filter, scores: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """See `_filtered`; `scores` [n, V] are those of all rows, before temperature."""
+        # Divided, as the trainer does it, not multiplied by a rounded inverse.
+        return _filtered(group, scores[group.rows] / self._divisor(group.rows))
 
 
 def score_tokens(
@@ -279,10 +244,8 @@ def score_tokens(
         T logprobs, and for each position its alternatives.
     """
     raw = logits.detach().float()
-    probabilities = _softmax(raw)
-    columns = torch.tensor(list(ids), dtype=torch.int64)[:, None]
-    logprobs = [row[0] for row in _logprobs_of(raw, probabilities, columns)]
-    return logprobs, _likeliest(raw, probabilities, [alternatives] * len(logprobs))
+    logprobs = token_logprobs(raw, torch.tensor(list(ids), dtype=torch.int64)[:, None])
+    return logprobs[:, 0].tolist(), _likeliest(raw, [alternatives] * len(raw))
 
 
 # -- filters ------------------------------------------------------------------------------------
@@ -309,26 +272,24 @@ def _group_filters(params: Sequence[SamplingParams]) -> list[_Filter]:
     ]
 
 
-def _filtered(
-    group: _Filter, scores: Tensor, probabilities: Tensor
-) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+def _filtered(group: _Filter, scores: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     """The group's distributions after top-k, then top-p, then min-p.
 
     Args:
-        group: m of the n rows.
-        scores: [n, V].
-        probabilities: [n, V], softmax of scores.
+        group: m rows.
+        scores: [m, V], theirs, after temperature.
 
     Yields:
-        For some of the rows [r]: the ids kept, likeliest first [r, w], and their renormalised
-        probabilities [r, w], 0 for ids behind the last one kept.
+        For some of the rows [r], by their numbers in the batch: the ids kept, likeliest first
+        [r, w], and their renormalised probabilities [r, w], 0 for ids behind the last one kept.
     """
     vocab = scores.shape[-1]
     rows, top_p, min_p = group.rows, group.top_p, group.min_p
+    probabilities = scores if group.top_k else _softmax(scores)
     width = min(group.top_k or _NUCLEUS_GUESS, vocab)
     while True:
-        values, order = scores[rows].topk(width, -1)
-        mass = torch.softmax(values, -1) if group.top_k else probabilities[rows[:, None], order]
+        values, order = scores.topk(width, -1)
+        mass = torch.softmax(values, -1) if group.top_k else probabilities.gather(-1, order)
         before = mass.cumsum(-1, dtype=torch.float64) - mass
         outside = (before >= top_p) | (mass < min_p * mass[:, :1])
         outside[:, 0] = False
@@ -342,7 +303,9 @@ def _filtered(
             yield rows[settled], order[settled], kept[settled]
         if bool(settled.all()):
             return
-        rows, top_p, min_p = rows[~settled], top_p[~settled], min_p[~settled]
+        rows, top_p, min_p, scores, probabilities = (
+            x[~settled] for x in (rows, top_p, min_p, scores, probabilities)
+        )
         width = min(_WIDER * width, vocab)
 
 
@@ -407,14 +370,14 @@ def _block_sums(probabilities: Tensor) -> Tensor:
 # -- probabilities and their logarithms ---------------------------------------------------------
 
 
-def _softmax(logits: Tensor, out: Tensor | None = None) -> Tensor:
-    """[n, V] float32 -> [n, V], in `out` if given.
+def _softmax(logits: Tensor) -> Tensor:
+    """[n, V] float32 -> [n, V].
 
     torch's adds up a wide row in float32, where the likely ids' weight swallows that of the many
     unlikely ones: with tens of thousands of ids its probabilities sum to 1.00001, and logprobs
     would be too high by that, beside the trainer's. So they are divided by their sum.
     """
-    probabilities = torch.softmax(logits, -1, out=out)
+    probabilities = torch.softmax(logits, -1)
     narrow = probabilities.shape[-1] <= _ONE_LEVEL
     parts = probabilities.numpy() if narrow else _block_sums(probabilities).numpy()
     totals = np.cumsum(parts, -1, dtype=np.float64)[:, -1:].astype(np.float32)
@@ -425,29 +388,8 @@ def log_probability(probability: float) -> float:
     return math.log(probability) if probability != 0 else -math.inf
 
 
-def _tensor(values: Iterable[float]) -> Tensor:
-    return torch.tensor(list(values), dtype=torch.float32)
-
-
-def _logprobs_of(logits: Tensor, probabilities: Tensor, ids: Tensor) -> list[list[float]]:
-    """log softmax(logits) at ids: [n, V] float32, its softmax, [n, m] -> n lists of m."""
-    found = probabilities.gather(-1, ids).tolist()
-    result = []
-    for row, (ps, columns) in enumerate(zip(found, ids.tolist(), strict=True)):
-        # Comparing this way round lets NaN through to the logarithm.
-        if any(p < _TINY for p in ps):
-            z = logits[row].double()
-            exact = (z[columns] - z.logsumexp(0)).tolist()
-            result.append(
-                [e if p < _TINY else log_probability(p) for p, e in zip(ps, exact, strict=True)]
-            )
-        else:
-            result.append([log_probability(p) for p in ps])
-    return result
-
-
-def _likeliest(logits: Tensor, probabilities: Tensor, counts: Sequence[int]) -> list[Alternatives]:
-    """The counts[i] likeliest ids of each row: [n, V] logits, their softmax, n counts.
+def _likeliest(logits: Tensor, counts: Sequence[int]) -> list[Alternatives]:
+    """The counts[i] likeliest ids of each row of logits [n, V], with raw logprobs.
 
     Rows that ask for different numbers are sorted apart, as in `_group_filters`.
     """
@@ -456,7 +398,7 @@ def _likeliest(logits: Tensor, probabilities: Tensor, counts: Sequence[int]) -> 
         rows = torch.tensor([i for i, c in enumerate(counts) if c == count])
         part = logits[rows]
         order = part.topk(min(count, part.shape[-1]), -1).indices
-        logs = _logprobs_of(part, probabilities[rows], order)
+        logs = token_logprobs(part, order).tolist()
         for row, ids, values in zip(rows.tolist(), order.tolist(), logs, strict=True):
             result[row] = tuple(zip(ids, values, strict=True))
     return result

@@ -7,6 +7,7 @@ Call the functions; `use("reference")` or HEADRACE_OPS=reference picks a backend
 from headrace.ops import (
     cross_entropy,
     dense,
+    draws,
     elementwise,
     grouped,
     packed,
@@ -14,6 +15,7 @@ from headrace.ops import (
     reference,
     sparse,
 )
+from headrace.ops.draws import Drawn, draw_tokens, token_logprobs
 from headrace.ops.functions import (
     dense_attention,
     grouped_matmul,
@@ -33,12 +35,15 @@ from headrace.ops.packed import PackedMatrix, packed_linear
 from headrace.ops.registry import OpFallbackWarning, prepare, register, resolve, use
 
 __all__ = [
+    "Drawn",
     "Layout",
     "OpFallbackWarning",
     "PackedMatrix",
     "cross_entropy",
     "dense",
     "dense_attention",
+    "draw_tokens",
+    "draws",
     "elementwise",
     "grouped",
     "grouped_matmul",
@@ -60,5 +65,6 @@ __all__ = [
     "sparse",
     "sparse_latent_attention",
     "swiglu",
+    "token_logprobs",
     "use",
 ]

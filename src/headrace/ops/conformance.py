@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from headrace.ops import reference
 from headrace.ops.conformance_cases import CASES, FLOAT32_ARGUMENTS, Case, timing_cases
+from headrace.ops.conformance_draws import DRAW_CHECKS, SCORE_CHECKS
 from headrace.ops.conformance_packed import PACKED_CHECKS, PACKING_CHECKS
 from headrace.ops.conformance_paged import PAGED_CHECKS
 from headrace.ops.conformance_selection import SELECTION_CHECKS
@@ -317,6 +318,8 @@ def _chunks_agree(call: Callable[..., Any], dtype: torch.dtype, g: torch.Generat
 SpecialCheck = Callable[[Callable[..., Any], torch.dtype, torch.Generator], float]
 
 SPECIAL_CHECKS: dict[str, dict[str, tuple[SpecialCheck, float | None]]] = {
+    "draw_tokens": DRAW_CHECKS,
+    "token_logprobs": SCORE_CHECKS,
     "paged_attention": PAGED_CHECKS,
     "pack_matrix": PACKING_CHECKS,
     "packed_linear": PACKED_CHECKS,

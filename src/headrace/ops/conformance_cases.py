@@ -258,6 +258,16 @@ def timing_cases(generator: torch.Generator) -> dict[str, Case]:
         "paged_attention": Case(
             "timing", paged, (tables, [300, 511, 80, 0], [1, 1, 100, 154]), {"scale": 0.125}
         ),
+        "draw_tokens": Case(
+            "timing",
+            {"logits": _normal(generator, 16, 32768)},
+            (torch.ones(16), torch.full((16,), 0.5, dtype=torch.float64)),
+        ),
+        "token_logprobs": Case(
+            "timing",
+            {"logits": _normal(generator, 16, 32768)},
+            (torch.zeros(16, 1, dtype=torch.int64),),
+        ),
         "grouped_matmul": Case("timing", experts, ([64] * 8,)),
         "linear_cross_entropy": Case("timing", head, (torch.arange(256),)),
         "packed_linear": Case("timing", {"x": _normal(generator, 64, 576)}, (decoder,)),

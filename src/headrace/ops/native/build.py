@@ -24,6 +24,7 @@ from torch import Tensor
 _FOLDER = Path(__file__).parent
 _SOURCES = (
     "dispatch.cpp",
+    "draws.cpp",
     "elementwise.cpp",
     "indexer.cpp",
     "latent.cpp",
@@ -60,6 +61,8 @@ _SIGNATURES: dict[str, tuple[type, ...]] = {
     "headrace_paged_attention": (*(_POINTER,) * 6, *(_SIZE,) * 9, _FLOAT, _POINTER),
     "headrace_pack_matrix": (_POINTER, _SIZE, _INT, _SIZE, _SIZE, _POINTER, _POINTER),
     "headrace_packed_linear": (_POINTER, _SIZE, *(_POINTER,) * 3, _INT, *(_SIZE,) * 3, _POINTER),
+    "headrace_draw_tokens": (*(_POINTER,) * 3, _SIZE, _SIZE, *(_POINTER,) * 3),
+    "headrace_token_logprobs": (*(_POINTER,) * 2, *(_SIZE,) * 3, _POINTER),
     "headrace_rms_norm_forward": (*(_POINTER,) * 2, *(_SIZE,) * 5, _INT, _FLOAT, *(_POINTER,) * 2),
     "headrace_rms_norm_backward": (*(_POINTER,) * 4, *(_SIZE,) * 5, _INT, *(_POINTER,) * 2),
     "headrace_swiglu_forward": (_POINTER, _SIZE, _SIZE, _POINTER),
