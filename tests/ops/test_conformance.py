@@ -1,5 +1,6 @@
 """The suite passes for what is built in and fails for backends that are wrong in one way each."""
 
+import contextvars
 import functools
 
 import pytest
@@ -124,6 +125,15 @@ def test_a_stride_zero_gradient_that_crashes_fails_and_is_named():
         return torch.nn.functional.grouped_mm(x, weight.mT, offs=ends)
 
     assert "gradient of a sum" in failures("grouped_matmul", raw)
+
+
+def test_rows_whose_bits_change_with_others_fail():
+    def plain(*arguments, **options):
+        # A context of its own is one in which nobody asked for independent rows.
+        attend = reference.sparse_latent_attention
+        return contextvars.Context().run(attend, *arguments, **options)
+
+    assert failures("sparse_latent_attention", plain) == {"rows do not depend on others"}
 
 
 def test_results_that_change_between_calls_fail():

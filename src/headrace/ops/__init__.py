@@ -11,6 +11,7 @@ from headrace.ops import (
     elementwise,
     grouped,
     packed,
+    packed_grouped,
     paged,
     reference,
     sparse,
@@ -25,19 +26,21 @@ from headrace.ops.functions import (
     paged_attention,
     rms_norm,
     rotate,
-    row_independent,
     select_topk,
     sparse_latent_attention,
     swiglu,
 )
 from headrace.ops.layout import Layout
 from headrace.ops.packed import PackedMatrix, packed_linear
+from headrace.ops.packed_grouped import PackedMatrices, packed_grouped_linear
 from headrace.ops.registry import OpFallbackWarning, prepare, register, resolve, use
+from headrace.ops.rows import row_independent
 
 __all__ = [
     "Drawn",
     "Layout",
     "OpFallbackWarning",
+    "PackedMatrices",
     "PackedMatrix",
     "cross_entropy",
     "dense",
@@ -51,6 +54,8 @@ __all__ = [
     "is_small",
     "linear_cross_entropy",
     "packed",
+    "packed_grouped",
+    "packed_grouped_linear",
     "packed_linear",
     "paged",
     "paged_attention",

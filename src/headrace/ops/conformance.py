@@ -17,10 +17,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from headrace.ops import reference
 from headrace.ops.conformance_cases import CASES, FLOAT32_ARGUMENTS, Case, timing_cases
 from headrace.ops.conformance_draws import DRAW_CHECKS, SCORE_CHECKS
-from headrace.ops.conformance_packed import PACKED_CHECKS, PACKING_CHECKS
+from headrace.ops.conformance_packed import GROUPED_CHECKS, PACKED_CHECKS, PACKING_CHECKS
 from headrace.ops.conformance_paged import PAGED_CHECKS
+from headrace.ops.conformance_rows import ROW_CHECKS
 from headrace.ops.conformance_selection import SELECTION_CHECKS
 from headrace.ops.packed import PackedMatrix
+from headrace.ops.packed_grouped import PackedMatrices
 from headrace.ops.registry import REGISTRY, Backend, Registry
 
 DTYPES = (torch.float32, torch.bfloat16)
@@ -159,7 +161,7 @@ def _on_device(function: Callable[..., Any], device: str) -> Callable[..., Any]:
     def move(value: Any, to: str) -> Any:
         if isinstance(value, tuple):
             return tuple(move(item, to) for item in value)
-        return value.to(to) if isinstance(value, Tensor | PackedMatrix) else value
+        return value.to(to) if isinstance(value, Tensor | PackedMatrix | PackedMatrices) else value
 
     def call(*arguments: Any, **options: Any) -> Any:
         return move(function(*(move(value, device) for value in arguments), **options), "cpu")
@@ -318,11 +320,13 @@ def _chunks_agree(call: Callable[..., Any], dtype: torch.dtype, g: torch.Generat
 SpecialCheck = Callable[[Callable[..., Any], torch.dtype, torch.Generator], float]
 
 SPECIAL_CHECKS: dict[str, dict[str, tuple[SpecialCheck, float | None]]] = {
+    **ROW_CHECKS,
     "draw_tokens": DRAW_CHECKS,
     "token_logprobs": SCORE_CHECKS,
     "paged_attention": PAGED_CHECKS,
     "pack_matrix": PACKING_CHECKS,
     "packed_linear": PACKED_CHECKS,
+    "packed_grouped_linear": GROUPED_CHECKS,
     "select_topk": SELECTION_CHECKS,
     "grouped_matmul": {"gradient of a sum": (_expanded_gradient, None)},
     "linear_cross_entropy": {
@@ -340,7 +344,10 @@ def _time(backend: Backend, case: Case, dtype: torch.dtype, device: str) -> Timi
         (x if name in FLOAT32_ARGUMENTS else x.to(dtype)).to(device).requires_grad_(differentiable)
         for name, x in case.tensors.items()
     ]
-    rest = [x.to(device) if isinstance(x, Tensor | PackedMatrix) else x for x in case.rest]
+    rest = [
+        x.to(device) if isinstance(x, Tensor | PackedMatrix | PackedMatrices) else x
+        for x in case.rest
+    ]
 
     def forward() -> Tensor:
         result = backend.function(*leaves, *rest, **case.options)

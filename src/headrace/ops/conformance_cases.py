@@ -13,6 +13,7 @@ from torch import Tensor
 
 from headrace.ops.layout import Layout
 from headrace.ops.packed import PackedMatrix
+from headrace.ops.packed_grouped import PackedMatrices
 
 FLOAT32_ARGUMENTS = ("weights",)
 """Arguments that stay float32 when the others are bfloat16."""
@@ -242,6 +243,7 @@ def timing_cases(generator: torch.Generator) -> dict[str, Case]:
     tables = torch.arange(128, dtype=torch.int32).view(4, 32)
     experts = {"x": _normal(generator, 512, 128), "weight": _normal(generator, 8, 256, 128)}
     decoder = PackedMatrix.pack(_normal(generator, 1536, 576), "bfloat16")
+    grouped = PackedMatrices.pack(_normal(generator, 8, 256, 128), "bfloat16")
     head = {"hidden": _normal(generator, 256, 128), "weight": _normal(generator, 4096, 128)}
     return {
         "select_topk": Case("timing", indexer, (chunk, 64)),
@@ -271,6 +273,9 @@ def timing_cases(generator: torch.Generator) -> dict[str, Case]:
         "grouped_matmul": Case("timing", experts, ([64] * 8,)),
         "linear_cross_entropy": Case("timing", head, (torch.arange(256),)),
         "packed_linear": Case("timing", {"x": _normal(generator, 64, 576)}, (decoder,)),
+        "packed_grouped_linear": Case(
+            "timing", {"x": _normal(generator, 512, 128)}, (grouped, [64] * 8)
+        ),
         "rms_norm": Case(
             "timing", {"x": _normal(generator, 512, 512), "weight": torch.ones(512)}, (1e-6,)
         ),

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from headrace.ops.packed import KINDS, Kind, PackedMatrix
+from headrace.ops.packed_grouped import PackedMatrices
 from headrace.ops.registry import REFERENCE, REGISTRY
 
 Linear = Callable[..., Tensor]
@@ -80,6 +81,49 @@ def _bad_rows(linear: Linear, dtype: torch.dtype, g: torch.Generator) -> float:
     return float(wrong)
 
 
+_COUNTS = ([0, 0, 0], [1, 0, 0], [0, 17, 2], [5, 1, 33], [40, 40, 40])
+"""Rows of each of three groups."""
+
+
+def _groups_right(kind: Kind) -> _Check:
+    """As `_right`, for several matrices."""
+
+    def check(grouped: Linear, dtype: torch.dtype, g: torch.Generator) -> float:
+        worst = 0.0
+        for outputs, inputs in _SIZES:
+            matrices = PackedMatrices.pack(torch.randn(3, outputs, inputs, generator=g), kind)
+            weights = matrices.unpack().double()
+            for counts in _COUNTS:
+                x = torch.randn(sum(counts), inputs, generator=g).to(dtype)
+                got = grouped(x, matrices, counts)
+                if got.shape != (sum(counts), outputs) or got.dtype != dtype:
+                    return math.inf
+                if not len(x):
+                    continue
+                parts = zip(_rounded(x, kind).split(counts), weights, strict=True)
+                want = torch.cat([rows @ weight.T for rows, weight in parts])
+                worst = max(worst, float((got - want).abs().max() / want.abs().max()))
+        return worst
+
+    return check
+
+
+def _groups_alone(grouped: Linear, dtype: torch.dtype, g: torch.Generator) -> float:
+    """Numbers that change with the rows of their group, of others, or with empty groups."""
+    wrong = 0
+    for kind in KINDS:
+        matrices = PackedMatrices.pack(torch.randn(3, 70, 90, generator=g), kind)
+        x = torch.randn(3, 40, 90, generator=g).to(dtype)
+        x[:, ::5] *= 100
+        whole = grouped(x.flatten(0, 1), matrices, [40, 40, 40]).view(3, 40, 70)
+        for counts in ([1, 1, 1], [0, 1, 0], [39, 2, 16], [0, 33, 40], [17, 0, 8]):
+            chosen = [torch.randperm(40, generator=g)[:n] for n in counts]
+            rows = torch.cat([x[e, some] for e, some in enumerate(chosen)])
+            want = torch.cat([whole[e, some] for e, some in enumerate(chosen)])
+            wrong += int((grouped(rows, matrices, counts) != want).sum())
+    return float(wrong)
+
+
 def _same_values(
     pack: Callable[..., PackedMatrix], dtype: torch.dtype, g: torch.Generator
 ) -> float:
@@ -106,6 +150,12 @@ PACKING_CHECKS: dict[str, tuple[Callable[..., float], float | None]] = {
     "the same values as the reference": (_same_values, 0.0),
 }
 """Checks of `pack_matrix`."""
+
+GROUPED_CHECKS: dict[str, tuple[_Check, float | None]] = {
+    **{f"{kind} matrices": (_groups_right(kind), None) for kind in KINDS},
+    "rows do not depend on others": (_groups_alone, 0.0),
+}
+"""Checks of `packed_grouped_linear`."""
 
 PACKED_CHECKS: dict[str, tuple[_Check, float | None]] = {
     **{f"{kind} matrix": (_right(kind), None) for kind in KINDS},

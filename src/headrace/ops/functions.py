@@ -5,9 +5,7 @@ which sequence. Inputs are float32 or bfloat16; float64 is computed by the refer
 autocast, what a matmul would cast is cast here.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -15,14 +13,13 @@ from torch import Tensor
 
 from headrace.ops.layout import Layout
 from headrace.ops.registry import REFERENCE, REGISTRY
+from headrace.ops.rows import is_row_independent
 
 CHUNK_ELEMENTS = 1 << 25
 """Most logits (rows times vocabulary) alive at once: 128 MiB in float32."""
 
 _SMALL = 1 << 13
 """Elements up to which the way into native code costs more than it saves (measured)."""
-
-_row_independent: ContextVar[bool] = ContextVar("headrace_ops_row_independent", default=False)
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float64)
 
@@ -96,6 +93,8 @@ def sparse_latent_attention(
 
     out[s, h] = softmax_k(scale * q[s, h] . kv[i]) @ kv[i][:value_dim] with i = indices[s], softmax
     in float32. This is absorbed multi-latent attention: the row is latent and rotary key in one.
+    Within `row_independent` a row of `out` has the same bits whatever other rows there are, where
+    its keys lie and how many -1 are among its indices; of compiled code that always holds.
     Source: DeepSeek-V2, arXiv 2405.04434, section 2.1.
 
     Args:
@@ -384,19 +383,8 @@ def is_small(x: Tensor) -> bool:
         not torch.is_grad_enabled()
         and x.numel() <= _SMALL
         and x.dtype == torch.float32
-        and not _row_independent.get()
+        and not is_row_independent()
     )
-
-
-@contextmanager
-def row_independent() -> Iterator[None]:
-    """Within, what is computed for a row does not depend on how many rows there are: nothing takes
-    a shorter way for few. Matrix products of plain torch are the caller's own business."""
-    token = _row_independent.set(True)
-    try:
-        yield
-    finally:
-        _row_independent.reset(token)
 
 
 def _resolve(op: str, x: Tensor) -> Callable[..., Any]:

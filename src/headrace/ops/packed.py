@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from headrace.ops.native import build
+from headrace.ops.pages import LargePages
 from headrace.ops.registry import ANY_DEVICE, REFERENCE, REGISTRY, register
 
 Kind = Literal["float32", "bfloat16", "int8"]
@@ -52,12 +53,13 @@ class PackedMatrix:
     scales: Tensor | None
 
     @classmethod
-    def pack(cls, weight: Tensor, kind: Kind) -> "PackedMatrix":
+    def pack(cls, weight: Tensor, kind: Kind, pages: LargePages | None = None) -> "PackedMatrix":
         """A packed copy of `weight`, on its device.
 
         Args:
             weight: [O, D] float32 or bfloat16, both at least 1.
             kind: precision to hold it in.
+            pages: where to put a copy on the CPU; worth it where many matrices are read in turn.
 
         Raises:
             ValueError: another kind, shape or dtype, or too many inputs for "int8".
@@ -77,7 +79,10 @@ class PackedMatrix:
             shape = (panels, -(-inputs // (16 * group)), 2, 16, 16, group)
         # Made under inference_mode, they could not be packed anew outside of it.
         with torch.inference_mode(False):
-            data = torch.zeros(shape, dtype=dtype, device=weight.device)
+            if pages is not None and weight.device.type == "cpu":
+                data = pages.zeros(shape, dtype)
+            else:
+                data = torch.zeros(shape, dtype=dtype, device=weight.device)
             scales = torch.zeros(panels * PANEL, device=weight.device) if kind == "int8" else None
         return cls(kind, outputs, inputs, data, scales).repack_(weight)
 

@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from headrace.ops.layout import Layout
 from headrace.ops.registry import ANY_DEVICE, REFERENCE, register
+from headrace.ops.rows import is_row_independent
 
 _CHUNK_ELEMENTS = 1 << 24
 """Most elements of a gathered or scored intermediate alive at once."""
@@ -191,12 +192,17 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 def swiglu(gate_up: Tensor) -> Tensor:
     """See `headrace.ops.swiglu`."""
+    if gate_up.dtype != torch.float64 and is_row_independent():
+        return swiglu(gate_up.double()).to(gate_up.dtype)
     gate, up = gate_up.chunk(2, dim=-1)
     return torch.nn.functional.silu(gate) * up
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool) -> Tensor:
     """See `headrace.ops.rotate`."""
+    if x.dtype != torch.float64 and is_row_independent():
+        wide = rotate(x.double(), cos.double(), sin.double(), interleaved=interleaved)
+        return wide.to(torch.promote_types(x.dtype, cos.dtype))
     if interleaved:
         partner = x.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
     else:
@@ -215,8 +221,8 @@ def _rows_at(rows: Tensor, indices: Tensor) -> Tensor:
 
 
 def _wide(x: Tensor) -> Tensor:
-    """In float32, or float64 if it is that already."""
-    return x if x.dtype == torch.float64 else x.float()
+    """In float32; in float64 if it is that already, or where rows must not depend on others."""
+    return x.double() if x.dtype == torch.float64 or is_row_independent() else x.float()
 
 
 def _masked_softmax(scores: Tensor, allowed: Tensor) -> Tensor:

@@ -23,6 +23,7 @@ from torch import Tensor
 
 _FOLDER = Path(__file__).parent
 _SOURCES = (
+    "decode_step.cpp",
     "dispatch.cpp",
     "draws.cpp",
     "elementwise.cpp",
@@ -33,6 +34,7 @@ _SOURCES = (
     "paged_amx.cpp",
     "packed.cpp",
     "packed_amx.cpp",
+    "packed_grouped.cpp",
     "select.cpp",
     "select_amx.cpp",
 )
@@ -59,8 +61,10 @@ _SIGNATURES: dict[str, tuple[type, ...]] = {
     "headrace_indexer_forward": (*(_POINTER,) * 4, *(_SIZE,) * 5, _POINTER),
     "headrace_indexer_backward": (*(_POINTER,) * 5, *(_SIZE,) * 5, *(_POINTER,) * 3),
     "headrace_paged_attention": (*(_POINTER,) * 6, *(_SIZE,) * 9, _FLOAT, _POINTER),
+    "headrace_decode_step": (_POINTER,),
     "headrace_pack_matrix": (_POINTER, _SIZE, _INT, _SIZE, _SIZE, _POINTER, _POINTER),
     "headrace_packed_linear": (_POINTER, _SIZE, *(_POINTER,) * 3, _INT, *(_SIZE,) * 3, _POINTER),
+    "headrace_packed_grouped": (*(_POINTER,) * 3, _INT, _POINTER, *(_SIZE,) * 4, _POINTER),
     "headrace_draw_tokens": (*(_POINTER,) * 3, _SIZE, _SIZE, *(_POINTER,) * 3),
     "headrace_token_logprobs": (*(_POINTER,) * 2, *(_SIZE,) * 3, _POINTER),
     "headrace_rms_norm_forward": (*(_POINTER,) * 2, *(_SIZE,) * 5, _INT, _FLOAT, *(_POINTER,) * 2),

@@ -10,6 +10,10 @@
 #include <cstdlib>
 #include <cstring>
 
+#ifdef __linux__
+#include <sys/mman.h>
+#endif
+
 #if defined(__x86_64__) && (defined(__GNUC__) || defined(__clang__))
 #define HR_X86 1
 #include <immintrin.h>
@@ -92,6 +96,35 @@ struct Block {
 
  private:
   void* raw_ = nullptr;
+};
+
+// Working space that is kept between calls: fresh pages would cost more than a decoding step's
+// product, and small ones more than its arithmetic. One per thread that calls.
+class Workspace {
+ public:
+  Workspace() = default;
+  Workspace(const Workspace&) = delete;
+  Workspace& operator=(const Workspace&) = delete;
+  ~Workspace() { free(data_); }
+
+  // At least `bytes` of whatever is left there, aligned to 64; null when there is no memory.
+  char* reserve(size_t bytes) {
+    if (bytes <= size_) return data_;
+    free(data_);
+    const size_t unit = bytes < kLargePage ? 64 : kLargePage;
+    size_ = (bytes + unit - 1) / unit * unit;
+    data_ = static_cast<char*>(aligned_alloc(unit, size_));
+    if (data_ == nullptr) size_ = 0;
+#ifdef __linux__
+    if (data_ != nullptr && unit == kLargePage) madvise(data_, size_, MADV_HUGEPAGE);
+#endif
+    return data_;
+  }
+
+ private:
+  static constexpr size_t kLargePage = size_t{2} << 20;
+  char* data_ = nullptr;
+  size_t size_ = 0;
 };
 
 }  // namespace headrace

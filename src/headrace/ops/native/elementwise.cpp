@@ -25,6 +25,20 @@ void in_parallel(int threads, int64_t count, int64_t elements, const Body& body)
   for (int64_t w = 0; w < workers; w++) body(count * w / workers, count * (w + 1) / workers);
 }
 
+}  // namespace
+
+namespace headrace {
+
+RmsNormRows pick_rms_norm(int level, int x_dtype, int weight_dtype) {
+  if (x_dtype == kFloat32) return HR_PICK(level, rms_norm_rows<float, float>);
+  if (weight_dtype == kFloat32) return HR_PICK(level, rms_norm_rows<Bf16, float>);
+  return HR_PICK(level, rms_norm_rows<Bf16, Bf16>);
+}
+
+GateRows pick_gate(int level, int dtype) {
+  return dtype == kBfloat16 ? HR_PICK(level, gate_rows<Bf16>) : HR_PICK(level, gate_rows<float>);
+}
+
 RotationRows pick_rotation(int level, int in, int table, int out) {
   if (table == kBfloat16) return HR_PICK(level, rotation_rows<Bf16, Bf16, Bf16>);
   if (in == kBfloat16) return HR_PICK(level, rotation_rows<Bf16, float, float>);
@@ -32,7 +46,11 @@ RotationRows pick_rotation(int level, int in, int table, int out) {
   return HR_PICK(level, rotation_rows<float, float, float>);
 }
 
-}  // namespace
+AddRow pick_add(int level, int dtype) {
+  return dtype == kBfloat16 ? HR_PICK(level, add_to_row<Bf16>) : HR_PICK(level, add_to_row<float>);
+}
+
+}  // namespace headrace
 
 extern "C" HR_EXPORT int headrace_rms_norm_forward(int level, int threads, int dtype, const void* x,
                                                    const void* weight, int64_t N, int64_t D,
@@ -40,10 +58,7 @@ extern "C" HR_EXPORT int headrace_rms_norm_forward(int level, int threads, int d
                                                    int64_t stride, int weight_dtype, float eps,
                                                    void* out, float* root) {
   const RmsNorm a{x, {inner, outer_stride, stride}, weight, nullptr, root, out, nullptr, D, eps};
-  const RmsNormRows rows =
-      dtype == kFloat32          ? HR_PICK(level, rms_norm_rows<float, float>)
-      : weight_dtype == kFloat32 ? HR_PICK(level, rms_norm_rows<Bf16, float>)
-                                 : HR_PICK(level, rms_norm_rows<Bf16, Bf16>);
+  const RmsNormRows rows = pick_rms_norm(level, dtype, weight_dtype);
   in_parallel(threads, N, N * D, [&](int64_t begin, int64_t end) { rows(a, begin, end); });
   return kOk;
 }
@@ -85,8 +100,7 @@ extern "C" HR_EXPORT int headrace_swiglu_forward(int level, int threads, int dty
                                                  const void* gate_up, int64_t N, int64_t I,
                                                  void* out) {
   const Gate a{gate_up, nullptr, out, I};
-  const GateRows rows =
-      dtype == kBfloat16 ? HR_PICK(level, gate_rows<Bf16>) : HR_PICK(level, gate_rows<float>);
+  const GateRows rows = pick_gate(level, dtype);
   in_parallel(threads, N, 2 * N * I, [&](int64_t begin, int64_t end) { rows(a, begin, end); });
   return kOk;
 }

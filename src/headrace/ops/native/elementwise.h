@@ -50,5 +50,12 @@ using RmsNormRows = void (*)(const RmsNorm&, int64_t begin, int64_t end);
 using RmsNormGradientRows = void (*)(const RmsNorm&, int64_t begin, int64_t end, float* dweight);
 using GateRows = void (*)(const Gate&, int64_t begin, int64_t end);
 using RotationRows = void (*)(const Rotation&, int64_t begin, int64_t end);
+// into[i] += from[i], rounded to their dtype.
+using AddRow = void (*)(void* into, const void* from, int64_t n);
+
+RmsNormRows pick_rms_norm(int level, int x_dtype, int weight_dtype);
+GateRows pick_gate(int level, int dtype);
+RotationRows pick_rotation(int level, int dtype, int table_dtype, int out_dtype);
+AddRow pick_add(int level, int dtype);
 
 }  // namespace headrace

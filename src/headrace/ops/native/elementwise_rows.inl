@@ -103,6 +103,16 @@ HR_FN static void gate_gradient_rows(const Gate& a, int64_t begin, int64_t end) 
   }
 }
 
+// -- sum ----------------------------------------------------------------------------------------
+
+template <class X>
+HR_FN static void add_to_row(void* into, const void* from, int64_t n) {
+  X* to = static_cast<X*>(into);
+  const X* x = static_cast<const X*>(from);
+  for (int64_t i = 0; i < n; i += 16)
+    store_some(to + i, load_some(to + i, n - i) + load_some(x + i, n - i), n - i);
+}
+
 // -- rotation -----------------------------------------------------------------------------------
 
 HR_FN static HR_INLINE F16 swap_pairs(F16 v) {

@@ -12,35 +12,29 @@ constexpr int64_t kCached = 512 << 10;  // bytes of prepared rows, which all pan
 constexpr int64_t kGrain = 128 << 10;   // bytes of weights that are worth waking another thread
 constexpr int64_t kFewRows = 1 << 15;   // elements that one thread prepares while others would wait
 
-struct Kernels {
-  PrepareRows prepare;
-  PanelProducts products;
-  FinishRows finish;
-  bool tiles;
-};
+bool on_tiles(int level, int kind) { return HR_X86 && level >= kAmx && kind != kWide; }
 
 template <class X>
-Kernels choose(int level, int kind) {
-  if (kind == kWide)
-    return {HR_PICK(level, prepare_floats<X, kWide>), HR_PICK(level, panel_products<kWide>),
-            HR_PICK(level, finish_rows<X, kWide>), false};
-  Kernels k;
-  k.tiles = HR_X86 && level >= kAmx;
-  if (kind == kPairs) {
-    k.products = HR_PICK(level, panel_products<kPairs>);
-    k.prepare = k.tiles ? HR_PICK(level, prepare_tiles<X, kPairs>)
-                        : HR_PICK(level, prepare_floats<X, kPairs>);
-    k.finish = HR_PICK(level, finish_rows<X, kPairs>);
+void choose(int level, int kind, PackedPlan& plan) {
+  const bool tiles = on_tiles(level, kind);
+  if (kind == kWide) {
+    plan.prepare = HR_PICK(level, prepare_floats<X, kWide>);
+    plan.products = HR_PICK(level, panel_products<kWide>);
+    plan.finish = HR_PICK(level, finish_rows<X, kWide>);
+  } else if (kind == kPairs) {
+    plan.prepare = tiles ? HR_PICK(level, prepare_tiles<X, kPairs>)
+                         : HR_PICK(level, prepare_floats<X, kPairs>);
+    plan.products = HR_PICK(level, panel_products<kPairs>);
+    plan.finish = HR_PICK(level, finish_rows<X, kPairs>);
   } else {
-    k.products = HR_PICK(level, panel_products<kQuads>);
-    k.prepare = k.tiles ? HR_PICK(level, prepare_tiles<X, kQuads>)
-                        : HR_PICK(level, prepare_floats<X, kQuads>);
-    k.finish = HR_PICK(level, finish_rows<X, kQuads>);
+    plan.prepare = tiles ? HR_PICK(level, prepare_tiles<X, kQuads>)
+                         : HR_PICK(level, prepare_floats<X, kQuads>);
+    plan.products = HR_PICK(level, panel_products<kQuads>);
+    plan.finish = HR_PICK(level, finish_rows<X, kQuads>);
   }
 #if HR_X86
-  if (k.tiles) k.products = kind == kPairs ? amx::pair_products : amx::quad_products;
+  if (tiles) plan.products = kind == kPairs ? amx::pair_products : amx::quad_products;
 #endif
-  return k;
 }
 
 template <class In>
@@ -59,67 +53,67 @@ int64_t bytes_of_panel(int kind, int64_t D) {
   return kind == kWide ? D * kPanel * 4 : count_steps(kind, D) * 2 * kTileBytes;
 }
 
-// Working space of the calling thread, kept between calls: fresh pages would cost more than a
-// decoding step's product.
-char* working_space(size_t bytes) {
-  static thread_local Block memory;
-  static thread_local size_t size = 0;
-  if (bytes > size) {
-    memory.reset(bytes);
-    size = memory.data == nullptr ? 0 : bytes;
-  }
-  return memory.data;
+}  // namespace
+
+namespace headrace {
+
+PackedPlan packed_plan(int level, int dtype, int kind, int64_t S, int64_t D, int64_t O) {
+  PackedPlan plan;
+  dtype == kBfloat16 ? choose<Bf16>(level, kind, plan) : choose<float>(level, kind, plan);
+  plan.width = round_up(D, 16);
+  plan.row_bytes = on_tiles(level, kind) ? count_steps(kind, D) * 64 : plan.width * 4;
+  const int64_t fitting = kCached / plan.row_bytes / 32 * 32;
+  plan.block = fitting < 32 ? 32 : fitting < kMostRows ? fitting : kMostRows;
+  plan.block = S < plan.block ? S : plan.block;
+  plan.panels = (O + kPanel - 1) / kPanel;
+  return plan;
 }
 
-}  // namespace
+Packed packed_arguments(const void* x, int64_t x_row, const void* panels, const float* scales,
+                        const float* bias, int kind, int64_t S, int64_t D, int64_t O, void* out) {
+  return {x,   x_row, static_cast<const char*>(panels), scales,
+          bias, out,  S,  D, O, count_steps(kind, D), bytes_of_panel(kind, D)};
+}
+
+}  // namespace headrace
 
 extern "C" HR_EXPORT int headrace_packed_linear(int level, int threads, int dtype, const void* x,
                                                 int64_t x_row, const void* panels,
                                                 const float* scales, const float* bias, int kind,
                                                 int64_t S, int64_t D, int64_t O, void* out) {
   if (S == 0) return kOk;
-  const Kernels kernels =
-      dtype == kBfloat16 ? choose<Bf16>(level, kind) : choose<float>(level, kind);
-  const int64_t steps = count_steps(kind, D), panel_bytes = bytes_of_panel(kind, D);
-  const int64_t num_panels = (O + kPanel - 1) / kPanel;
-  const Packed a{x, x_row, static_cast<const char*>(panels), scales, bias, out, S, D, O, steps,
-                 panel_bytes};
-
-  const int64_t width = round_up(D, 16), row_bytes = kernels.tiles ? steps * 64 : width * 4;
-  const int64_t fitting = kCached / row_bytes / 32 * 32;
-  int64_t block = fitting < 32 ? 32 : fitting < kMostRows ? fitting : kMostRows;
-  block = S < block ? S : block;
-  const int64_t data_bytes = round_up(block, kTileRows) * row_bytes;
-  char* memory = working_space(static_cast<size_t>(data_bytes + round_up(block * 4, 64)));
+  const PackedPlan plan = packed_plan(level, dtype, kind, S, D, O);
+  const Packed a = packed_arguments(x, x_row, panels, scales, bias, kind, S, D, O, out);
+  static thread_local Workspace space;
+  char* memory = space.reserve(plan.size(plan.block));
   if (memory == nullptr) return kNoMemory;
 
-  for (int64_t first = 0; first < S; first += block) {
-    const int64_t count = S - first < block ? S - first : block;
-    const Activations rows{memory, reinterpret_cast<float*>(memory + data_bytes), first, count,
-                           width};
-    int64_t workers = num_panels * panel_bytes * (1 + count / 16) / kGrain;
+  for (int64_t first = 0; first < S; first += plan.block) {
+    const Activations rows = plan.rows(a, first, plan.block, memory);
+    const int64_t count = rows.count;
+    int64_t workers = plan.panels * a.panel_bytes * (1 + count / 16) / kGrain;
     workers = workers < threads ? workers : threads;
-    workers = workers < num_panels ? workers : num_panels;
+    workers = workers < plan.panels ? workers : plan.panels;
     if (workers <= 1) {
-      kernels.prepare(a, rows, 0, count);
-      kernels.products(a, rows, 0, num_panels, kernels.finish);
+      plan.prepare(a, rows, 0, count);
+      plan.products(a, rows, 0, plan.panels, plan.finish);
       continue;
     }
     const bool few = count * D <= kFewRows;
-    if (few) kernels.prepare(a, rows, 0, count);
+    if (few) plan.prepare(a, rows, 0, count);
     const int64_t tiles = (count + kTileRows - 1) / kTileRows;
 #pragma omp parallel num_threads(static_cast<int>(workers))
     {
       if (!few) {
 #pragma omp for schedule(static)
         for (int64_t t = 0; t < tiles; t++)
-          kernels.prepare(a, rows, t * kTileRows,
-                          (t + 1) * kTileRows < count ? (t + 1) * kTileRows : count);
+          plan.prepare(a, rows, t * kTileRows,
+                       (t + 1) * kTileRows < count ? (t + 1) * kTileRows : count);
       }
 #pragma omp for schedule(static, 1) nowait
       for (int64_t w = 0; w < workers; w++)
-        kernels.products(a, rows, num_panels * w / workers, num_panels * (w + 1) / workers,
-                         kernels.finish);
+        plan.products(a, rows, plan.panels * w / workers, plan.panels * (w + 1) / workers,
+                      plan.finish);
     }
   }
   return kOk;

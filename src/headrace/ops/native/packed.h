@@ -59,6 +59,33 @@ using PanelProducts = void (*)(const Packed&, const Activations&, int64_t begin,
 
 using PackPanel = void (*)(const Packing&, int64_t panel);
 
+// How the products of all S rows of a matrix are computed: `block` rows are prepared and multiplied
+// at a time, `row_bytes` each. What is prepared for a block must be whole before it is multiplied;
+// beyond that, any rows and panels may go to any thread.
+struct PackedPlan {
+  PrepareRows prepare;
+  PanelProducts products;
+  FinishRows finish;
+  int64_t block, row_bytes, width, panels;
+
+  // Working space for `count` rows, which are whole blocks or all there are.
+  size_t size(int64_t count) const {
+    return static_cast<size_t>(data_bytes(count) + round_up(count * 4, 64));
+  }
+  // The rows from `first` on, a multiple of `block`, prepared at `data`, which has room for `count`.
+  Activations rows(const Packed& a, int64_t first, int64_t count, char* data) const {
+    float* scales = reinterpret_cast<float*>(data + data_bytes(count));
+    return {data, scales, first, a.S - first < block ? a.S - first : block, width};
+  }
+  int64_t data_bytes(int64_t count) const { return round_up(count, kTileRows) * row_bytes; }
+};
+
+// `dtype` is that of x and out.
+PackedPlan packed_plan(int level, int dtype, int kind, int64_t S, int64_t D, int64_t O);
+// Arguments for a matrix of this kind.
+Packed packed_arguments(const void* x, int64_t x_row, const void* panels, const float* scales,
+                        const float* bias, int kind, int64_t S, int64_t D, int64_t O, void* out);
+
 #if HR_X86
 namespace amx {
 void pair_products(const Packed& a, const Activations& rows, int64_t begin, int64_t end,

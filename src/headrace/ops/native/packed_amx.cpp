@@ -6,7 +6,7 @@
 namespace headrace::amx {
 namespace {
 
-constexpr int64_t kSlice = 12;
+constexpr int64_t kSlice = 9;
 
 #define HR_DOT(c, a, b)          \
   do {                           \

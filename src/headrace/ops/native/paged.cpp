@@ -3,7 +3,6 @@
 #include "paged.h"
 
 #include <algorithm>
-#include <vector>
 
 #define HR_BODY "paged_rows.inl"
 #include "each_target.inl"
@@ -15,14 +14,32 @@ constexpr int64_t kTileRows = 64;   // query rows that share what is loaded of a
 constexpr int64_t kSplitRows = 16;  // with more rows than this, one sequence has tiles enough
 constexpr int64_t kGrain = 1 << 18;  // cost that is worth waking another thread
 
-struct PagedKernels {
-  PagedSpan span;
-  PagedMerge merge;
-  PagedFinish finish;
-  PagedScratchSize scratch;
-};
+size_t partial_size(const Paged& a, int64_t rows) {
+  Arena measure{0};
+  Partial::take(a, rows, measure);
+  return measure.at;
+}
 
-PagedKernels choose(int level, int dtype) {
+Partial partial_at(const Paged& a, char* shared, int64_t place) {
+  Arena arena{reinterpret_cast<uintptr_t>(shared) +
+              static_cast<uintptr_t>(place) * partial_size(a, kSplitRows)};
+  return Partial::take(a, kSplitRows, arena);
+}
+
+bool tables_hold(const int32_t* tables, const int64_t* starts, const int64_t* counts, int64_t n,
+                 int64_t N, int64_t B, int64_t P) {
+  for (int64_t i = 0; i < n; i++) {
+    const int64_t blocks = (starts[i] + counts[i] + P - 1) / P;
+    if (starts[i] < 0 || counts[i] < 1 || blocks > B) return false;
+    for (int64_t b = 0; b < blocks; b++)
+      if (tables[i * B + b] < 0 || tables[i * B + b] >= N) return false;
+  }
+  return true;
+}
+
+}  // namespace
+
+PagedKernels paged_kernels(int level, int dtype) {
   PagedKernels k;
   k.merge = HR_PICK(level, paged_merge);
 #if HR_X86
@@ -44,47 +61,79 @@ PagedKernels choose(int level, int dtype) {
   return k;
 }
 
-// Spans first .. last - 1 of a tile. With `shared` >= 0 there is one span only, and its softmax
-// goes to that place of the memory of the call, to be put together later.
-struct Item {
-  int64_t tile, first, last, shared, cost;
-};
-
-struct Work {
-  std::vector<PagedTile> tiles;
-  std::vector<Item> items;
-  std::vector<std::pair<int64_t, int64_t>> split;  // tile, and its first shared place
-  int64_t shared = 0, cost = 0;
-};
-
-void add_tile(const Paged& a, const PagedTile& tile, Work& work) {
-  const int64_t rows = tile.rows(a), spans = (tile.end() + kSpan - 1) / kSpan;
-  const int64_t number = static_cast<int64_t>(work.tiles.size());
-  const bool split = spans > 1 && rows <= kSplitRows;
-  work.tiles.push_back(tile);
-  if (split) work.split.emplace_back(number, work.shared);
-  for (int64_t first = 0; first < spans; first += split ? 1 : spans) {
-    const int64_t last = split ? first + 1 : spans;
-    const int64_t keys = std::min(last * kSpan, tile.end()) - first * kSpan;
-    const int64_t cost = keys * a.d * (rows + 4);
-    work.items.push_back({number, first, last, split ? work.shared++ : -1, cost});
-    work.cost += cost;
-  }
-}
-
-// False where a table holds no block for a position that is needed.
-bool tables_hold(const int32_t* tables, const int64_t* starts, const int64_t* counts, int64_t n,
-                 int64_t N, int64_t B, int64_t P) {
+bool PagedWork::plan(const Paged& a, const int32_t* tables, const int64_t* starts,
+                     const int64_t* counts, int64_t n, int64_t N, int64_t B, int64_t Hkv) {
+  if (!tables_hold(tables, starts, counts, n, N, B, a.P)) return false;
+  const int64_t step = std::max<int64_t>(1, kTileRows / a.group);
+  int64_t row = 0;
   for (int64_t i = 0; i < n; i++) {
-    const int64_t blocks = (starts[i] + counts[i] + P - 1) / P;
-    if (starts[i] < 0 || counts[i] < 1 || blocks > B) return false;
-    for (int64_t b = 0; b < blocks; b++)
-      if (tables[i * B + b] < 0 || tables[i * B + b] >= N) return false;
+    for (int64_t t = 0; t < counts[i]; t += step) {
+      PagedTile tile{tables + i * B, row + t, std::min(step, counts[i] - t), starts[i] + t, 0};
+      for (; tile.head < Hkv; tile.head++) add(a, tile);
+    }
+    row += counts[i];
   }
   return true;
 }
 
-}  // namespace
+void PagedWork::add(const Paged& a, const PagedTile& tile) {
+  const int64_t rows = tile.rows(a), spans = (tile.end() + kSpan - 1) / kSpan;
+  const int64_t number = static_cast<int64_t>(tiles_.size());
+  const bool split = spans > 1 && rows <= kSplitRows;
+  tiles_.push_back(tile);
+  if (split) split_.emplace_back(number, shared_);
+  for (int64_t first = 0; first < spans; first += split ? 1 : spans) {
+    const int64_t last = split ? first + 1 : spans;
+    const int64_t keys = std::min(last * kSpan, tile.end()) - first * kSpan;
+    const int64_t cost = keys * a.d * (rows + 4);
+    items_.push_back({number, first, last, split ? shared_++ : -1, cost});
+    cost_ += cost;
+  }
+  most_rows_ = std::max(most_rows_, rows);
+}
+
+void PagedWork::sort() {
+  std::stable_sort(items_.begin(), items_.end(),
+                   [](const Item& x, const Item& y) { return x.cost > y.cost; });
+}
+
+size_t PagedWork::shared_size(const Paged& a) const {
+  return static_cast<size_t>(shared_) * partial_size(a, kSplitRows);
+}
+
+size_t PagedWork::own_size(const Paged& a, const PagedKernels& kernels) const {
+  return 2 * partial_size(a, most_rows_) + kernels.scratch(a, most_rows_);
+}
+
+void PagedWork::compute(const Paged& a, const PagedKernels& kernels, int64_t piece, char* shared,
+                        char* own) const {
+  const Item& item = items_[piece];
+  const PagedTile& tile = tiles_[item.tile];
+  Arena arena{reinterpret_cast<uintptr_t>(own)};
+  const Partial sum = Partial::take(a, most_rows_, arena);
+  const Partial next = Partial::take(a, most_rows_, arena);
+  if (item.shared >= 0) {
+    kernels.span(a, tile, item.first, partial_at(a, shared, item.shared), arena);
+    return;
+  }
+  kernels.span(a, tile, item.first, sum, arena);
+  for (int64_t span = item.first + 1; span < item.last; span++) {
+    kernels.span(a, tile, span, next, arena);
+    kernels.merge(a, tile, span, sum, next);
+  }
+  kernels.finish(a, tile, sum);
+}
+
+void PagedWork::join(const Paged& a, const PagedKernels& kernels, int64_t joint,
+                     char* shared) const {
+  const PagedTile& tile = tiles_[split_[joint].first];
+  const int64_t first = split_[joint].second;
+  const Partial whole = partial_at(a, shared, first);
+  for (int64_t span = 1; span * kSpan < tile.end(); span++)
+    kernels.merge(a, tile, span, whole, partial_at(a, shared, first + span));
+  kernels.finish(a, tile, whole);
+}
+
 }  // namespace headrace
 
 using namespace headrace;
@@ -96,74 +145,26 @@ extern "C" HR_EXPORT int headrace_paged_attention(
     const int32_t* tables, const int64_t* starts, const int64_t* counts, int64_t n, int64_t N,
     int64_t B, int64_t H, int64_t Hkv, int64_t P, int64_t d, int64_t key_stride,
     int64_t value_stride, float scale, void* out) {
-  if (!tables_hold(tables, starts, counts, n, N, B, P)) return kBadIndex;
-  const int64_t group = H / Hkv;
-  const Paged a{q, keys, values, out, H, group, P, d, key_stride, value_stride, scale};
-  const PagedKernels kernels = choose(level, dtype);
-  const int64_t step = std::max<int64_t>(1, kTileRows / group);
-  Work work;
-  int64_t row = 0, most_rows = 0;
-  for (int64_t i = 0; i < n; i++) {
-    for (int64_t t = 0; t < counts[i]; t += step) {
-      PagedTile tile{tables + i * B, row + t, std::min(step, counts[i] - t), starts[i] + t, 0};
-      for (; tile.head < Hkv; tile.head++) add_tile(a, tile, work);
-      most_rows = std::max(most_rows, tile.rows(a));
-    }
-    row += counts[i];
-  }
-  const int64_t count = static_cast<int64_t>(work.items.size());
-  const int64_t split = static_cast<int64_t>(work.split.size());
-  const int64_t useful = std::min(count, 1 + work.cost / kGrain);
+  const Paged a{q, keys, values, out, H, H / Hkv, P, d, key_stride, value_stride, scale};
+  const PagedKernels kernels = paged_kernels(level, dtype);
+  PagedWork work;
+  if (!work.plan(a, tables, starts, counts, n, N, B, Hkv)) return kBadIndex;
+  const int64_t useful = std::min(work.pieces(), 1 + work.cost() / kGrain);
   const int workers = static_cast<int>(std::max<int64_t>(1, std::min<int64_t>(threads, useful)));
-  // The longest first, so that no thread is left with one at the end.
-  if (workers > 1)
-    std::stable_sort(work.items.begin(), work.items.end(),
-                     [](const Item& x, const Item& y) { return x.cost > y.cost; });
-  Arena measure{0};
-  Partial::take(a, kSplitRows, measure);
-  const int64_t shared_size = static_cast<int64_t>(measure.at);
-  Block shared(work.shared * shared_size);
+  if (workers > 1) work.sort();
+  Block shared(work.shared_size(a));
   if (shared.data == nullptr) return kNoMemory;
-  const auto shared_at = [&](int64_t place) {
-    Arena arena{reinterpret_cast<uintptr_t>(shared.data + place * shared_size)};
-    return Partial::take(a, kSplitRows, arena);
-  };
-  measure.at = 0;
-  Partial::take(a, most_rows, measure);
-  const size_t size = 2 * measure.at + kernels.scratch(a, most_rows);
+  const size_t own_size = work.own_size(a, kernels);
   bool full = false;
 #pragma omp parallel num_threads(workers) reduction(|| : full) if (workers > 1)
   {
-    Block memory(size);
-    full = memory.data == nullptr;
-    Arena arena{reinterpret_cast<uintptr_t>(memory.data)};
-    const Partial sum = Partial::take(a, most_rows, arena);
-    const Partial next = Partial::take(a, most_rows, arena);
+    Block own(own_size);
+    full = own.data == nullptr;
 #pragma omp for schedule(dynamic, 1)
-    for (int64_t i = 0; i < count; i++) {
-      if (full) continue;
-      const Item& item = work.items[i];
-      const PagedTile& tile = work.tiles[item.tile];
-      if (item.shared >= 0) {
-        kernels.span(a, tile, item.first, shared_at(item.shared), arena);
-        continue;
-      }
-      kernels.span(a, tile, item.first, sum, arena);
-      for (int64_t span = item.first + 1; span < item.last; span++) {
-        kernels.span(a, tile, span, next, arena);
-        kernels.merge(a, tile, span, sum, next);
-      }
-      kernels.finish(a, tile, sum);
-    }
+    for (int64_t i = 0; i < work.pieces(); i++)
+      if (!full) work.compute(a, kernels, i, shared.data, own.data);
 #pragma omp for schedule(static)
-    for (int64_t i = 0; i < split; i++) {
-      const PagedTile& tile = work.tiles[work.split[i].first];
-      const int64_t first = work.split[i].second;
-      const Partial whole = shared_at(first);
-      for (int64_t span = 1; span * kSpan < tile.end(); span++)
-        kernels.merge(a, tile, span, whole, shared_at(first + span));
-      kernels.finish(a, tile, whole);
-    }
+    for (int64_t i = 0; i < work.joints(); i++) work.join(a, kernels, i, shared.data);
   }
   return full ? kNoMemory : kOk;
 }

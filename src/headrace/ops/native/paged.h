@@ -1,6 +1,9 @@
 // Arguments of paged attention, shared by its driver and its kernels.
 #pragma once
 
+#include <utility>
+#include <vector>
+
 #include "common.h"
 
 namespace headrace {
@@ -74,6 +77,52 @@ using PagedMerge = void (*)(const Paged&, const PagedTile&, int64_t span, const 
                             const Partial& from);
 using PagedFinish = void (*)(const Paged&, const PagedTile&, const Partial&);
 using PagedScratchSize = size_t (*)(const Paged&, int64_t rows);
+
+struct PagedKernels {
+  PagedSpan span;
+  PagedMerge merge;
+  PagedFinish finish;
+  PagedScratchSize scratch;
+};
+
+PagedKernels paged_kernels(int level, int dtype);
+
+// A call cut into pieces that any threads may compute in any order, and then joints, where the
+// pieces of a long sequence come together. The cut depends on lengths only: one serves all layers.
+class PagedWork {
+ public:
+  // tables [n,B] of blocks below N; starts and counts [n]. False where a table holds no block for a
+  // position that is needed.
+  bool plan(const Paged& a, const int32_t* tables, const int64_t* starts, const int64_t* counts,
+            int64_t n, int64_t N, int64_t B, int64_t Hkv);
+  // The longest pieces first, so that no thread is left with one at the end.
+  void sort();
+
+  int64_t pieces() const { return static_cast<int64_t>(items_.size()); }
+  int64_t joints() const { return static_cast<int64_t>(split_.size()); }
+  int64_t cost() const { return cost_; }
+  // Bytes that all threads share, and that each of them needs for itself.
+  size_t shared_size(const Paged& a) const;
+  size_t own_size(const Paged& a, const PagedKernels& kernels) const;
+
+  void compute(const Paged& a, const PagedKernels& kernels, int64_t piece, char* shared,
+               char* own) const;
+  // Only when all pieces are done.
+  void join(const Paged& a, const PagedKernels& kernels, int64_t joint, char* shared) const;
+
+ private:
+  // Spans first .. last - 1 of a tile. With `shared` >= 0 there is one span only, and its softmax
+  // goes to that place of the shared memory, to be put together later.
+  struct Item {
+    int64_t tile, first, last, shared, cost;
+  };
+  void add(const Paged& a, const PagedTile& tile);
+
+  std::vector<PagedTile> tiles_;
+  std::vector<Item> items_;
+  std::vector<std::pair<int64_t, int64_t>> split_;  // tile, and its first shared place
+  int64_t shared_ = 0, cost_ = 0, most_rows_ = 0;
+};
 
 #if HR_X86
 namespace amx {

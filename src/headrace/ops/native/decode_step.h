@@ -1,0 +1,40 @@
+// Arguments of the decode step; the engine fills in the same structures.
+#pragma once
+
+#include "common.h"
+
+namespace headrace {
+
+// A packed matrix (packed.h). scales are those of int8, bias fp32 [outputs]; either may be null.
+struct StepMatrix {
+  const void* panels;
+  const float* scales;
+  const float* bias;
+  int64_t kind, inputs, outputs;
+};
+
+// Weights of the norms, [hidden] or [d]; q_norm and k_norm are both null without such norms. keys
+// and values are blocks of [Hkv,P,d].
+struct StepLayer {
+  const void *attention_norm, *q_norm, *k_norm, *feed_forward_norm;
+  void *keys, *values;
+  StepMatrix qkv, output, gate_up, down;
+};
+
+// One new token for each of n sequences of a grouped-query decoder with SwiGLU. Everything is of
+// one dtype but for matrices, biases and logits, which are fp32. embedding [vocab,hidden]; cosine and sine
+// [longest or more, d]; ids and positions [n]; tables [n,table_width], the blocks of each sequence,
+// which are below `blocks` and lie `block_stride` elements apart; logits [n,vocab] out.
+struct Step {
+  const StepLayer* layers;
+  const void *embedding, *final_norm, *cosine, *sine;
+  StepMatrix head;
+  const int64_t *ids, *positions;
+  const int32_t* tables;
+  void* logits;
+  int64_t n, num_layers, hidden, inner, heads, kv_heads, dim, vocab, longest, blocks, table_width,
+      block_tokens, block_stride, interleaved;
+  float epsilon, scale;
+};
+
+}  // namespace headrace
