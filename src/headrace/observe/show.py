@@ -316,8 +316,10 @@ def _print_session_head(summary: SessionSummary, session: Session, console: Cons
 
 def _segment_words(segment: Segment) -> str:
     trained = [i for i, masked in enumerate(segment.train_mask) if masked]
-    versions = sorted({segment.versions[i] for i in trained})
-    spread = f"v{versions[0]}" if len(versions) == 1 else f"v{versions[0]} to v{versions[-1]}"
+    newest = segment.newest_versions or segment.versions
+    oldest = min(segment.versions[i] for i in trained)
+    last = max(newest[i] for i in trained)
+    spread = f"v{oldest}" if last == oldest else f"v{oldest} to v{last}"
     return f"{len(segment.ids)} tokens, {len(trained)} sampled, weights {spread}"
 
 
@@ -350,8 +352,15 @@ def _token_table(segment: Segment, vocabulary: Vocabulary | None, summary: Sessi
     table.add_column("mask")
     table.add_column("logprob", justify="right")
     table.add_column("version", justify="right")
-    columns = zip(segment.ids, segment.train_mask, segment.logprobs, segment.versions, strict=True)
-    for position, (token_id, masked, logprob, version) in enumerate(columns):
+    columns = zip(
+        segment.ids,
+        segment.train_mask,
+        segment.logprobs,
+        segment.versions,
+        segment.newest_versions or segment.versions,
+        strict=True,
+    )
+    for position, (token_id, masked, logprob, version, newest) in enumerate(columns):
         sampled = version >= 0
         words = "" if vocabulary is None else vocabulary.text(token_id)
         special = vocabulary is not None and vocabulary.is_special(token_id)
@@ -362,9 +371,14 @@ def _token_table(segment: Segment, vocabulary: Vocabulary | None, summary: Sessi
             Text(words if special else f"'{words}'", style="bold magenta" if special else style),
             Text(mask_word if masked else "–", style=mask_style if masked else "dim"),
             Text(f"{logprob:.4f}" if sampled else "–", style=style),
-            f"v{version}" if sampled else "–",
+            _version_words(version, newest) if sampled else "–",
         )
     return table
+
+
+def _version_words(version: int, newest: int) -> str:
+    """What is known of a token's weights: "v4", or "v4..v6" where the engine told bounds alone."""
+    return f"v{version}" if newest == version else f"v{version}..v{newest}"
 
 
 def _logprob_style(logprob: float) -> str:

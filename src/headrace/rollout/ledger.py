@@ -196,6 +196,7 @@ class Ledger(ProgressRecord):
             messages = encode_messages(call.messages)
             late = outcome is not None
             versions = [span.weight_version for span in call.spans]
+            newest = [span.newest_version or span.weight_version for span in call.spans]
             self._store.execute(
                 "INSERT INTO calls (id, session, idx, parent, tokens, oldest, newest, drop_reason, "
                 "late, fork_reason, finish_reason, parse_state, tools, body) "
@@ -207,7 +208,7 @@ class Ledger(ProgressRecord):
                     call.parent_id,
                     sum(len(span.ids) for span in call.spans),
                     min(versions, default=None),
-                    max(versions, default=None),
+                    max(newest, default=None),
                     DropReason.CANCELLED if late and dropped is None else None,
                     late,
                     call.fork_reason,

@@ -117,17 +117,20 @@ def _segment(session_id: str, path: list[Call], owned: set[str]) -> Segment:
     mask: list[bool] = []
     logprobs: list[float] = []
     versions: list[int] = []
+    newest: list[int] = []
     for call in path:
         given = len(call.prompt_delta)
         ids += call.prompt_delta
         mask += [False] * given
         logprobs += [0.0] * given
         versions += [-1] * given
+        newest += [-1] * given
         for span in call.spans:
             ids += span.ids
             mask += [call.id in owned] * len(span.ids)
             logprobs += span.logprobs
             versions += [span.weight_version] * len(span.ids)
+            newest += [span.newest_version or span.weight_version] * len(span.ids)
     return Segment(
         session_id,
         tuple(ids),
@@ -135,4 +138,5 @@ def _segment(session_id: str, path: list[Call], owned: set[str]) -> Segment:
         tuple(logprobs),
         tuple(versions),
         tuple(call.id for call in path if call.id in owned),
+        tuple(newest) if newest != versions else (),
     )

@@ -15,7 +15,7 @@ class FinishReason(StrEnum):
     """Why an engine stopped sampling."""
 
     STOP = "stop"
-    """A stop id was sampled; it is the last id of the output."""
+    """A stop id, or the token that completed a stop text, is the last id of the output."""
     LENGTH = "length"
     """max_tokens or the model's context was reached."""
     ABORTED = "aborted"
@@ -75,20 +75,24 @@ class DropReason(StrEnum):
     """The segment exceeds the trainer's sequence limit."""
 
 
-class Span(msgspec.Struct, frozen=True):
+class Span(msgspec.Struct, frozen=True, omit_defaults=True):
     """A run of sampled tokens that one weight version of one engine produced (law L4).
 
     Attributes:
         ids: sampled token ids, length n >= 1.
         logprobs: log-probability of each id under the distribution it was sampled from, length n.
-        weight_version: version of the weights, >= 0.
+        weight_version: version of the weights, >= 0; where only bounds are known, the oldest that
+            any of these tokens may be of. Staleness counts from it.
         engine_id: which engine process sampled it.
+        newest_version: None where weight_version is exact. Otherwise each token is of some version
+            from weight_version to this one, and the engine did not say which.
     """
 
     ids: tuple[int, ...]
     logprobs: tuple[float, ...]
     weight_version: int
     engine_id: str
+    newest_version: int | None = None
 
     def __post_init__(self) -> None:
         if len(self.ids) != len(self.logprobs):
@@ -97,6 +101,11 @@ class Span(msgspec.Struct, frozen=True):
             raise ValueError("Span: empty; a span holds at least one sampled token")
         if self.weight_version < 0:
             raise ValueError(f"Span: weight_version {self.weight_version} is negative")
+        if self.newest_version is not None and self.newest_version <= self.weight_version:
+            raise ValueError(
+                f"Span: newest_version {self.newest_version} is not above weight_version "
+                f"{self.weight_version}; leave it out where the version is exact"
+            )
 
 
 class Call(msgspec.Struct, frozen=True):
@@ -185,8 +194,10 @@ class Segment(msgspec.Struct, frozen=True):
         ids: token ids as the engine read and wrote them (law L1), length T.
         train_mask: True exactly on sampled tokens this segment owns (laws L2 and L3).
         logprobs: rollout logprob on sampled tokens, 0.0 elsewhere.
-        versions: weight version on sampled tokens, -1 elsewhere.
+        versions: weight version on sampled tokens (the oldest possible one, see `Span`), -1
+            elsewhere.
         call_ids: the calls whose sampled tokens this segment owns, in path order.
+        newest_versions: the newest possible one, likewise; empty when all versions are exact.
     """
 
     session_id: str
@@ -195,9 +206,12 @@ class Segment(msgspec.Struct, frozen=True):
     logprobs: tuple[float, ...]
     versions: tuple[int, ...]
     call_ids: tuple[str, ...] = ()
+    newest_versions: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         n = len(self.ids)
+        if len(self.newest_versions) not in (0, n):
+            raise ValueError(f"Segment: {n} ids but {len(self.newest_versions)} newest_versions")
         for name in ("train_mask", "logprobs", "versions"):
             if len(getattr(self, name)) != n:
                 raise ValueError(f"Segment: {n} ids but {len(getattr(self, name))} {name}")
