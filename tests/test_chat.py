@@ -68,7 +68,7 @@ class SpeakingEngine:
         self.texts = list(texts)
         self.prompts = []
 
-    async def generate(self, request):
+    async def generate(self, request, on_progress=None):
         self.prompts.append(self.tokenizer.decode(request.prompt_ids))
         ids = tuple(self.tokenizer.encode(self.texts.pop(0)))
         stopped = ids[-1] in request.sampling.stop_ids
@@ -78,7 +78,13 @@ class SpeakingEngine:
     async def abort(self, request_id):
         pass
 
-    async def load_weights(self, path, version):
+    async def load_weights(self, path, version, policy="continue"):
+        pass
+
+    async def stats(self):
+        return {}
+
+    async def close(self):
         pass
 
 

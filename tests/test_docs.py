@@ -30,7 +30,7 @@ def test_named_paths_exist():
             assert (ROOT / path).exists(), f"{page.name} names {path}"
 
 
-@pytest.mark.parametrize("page", ["sandbox.md", "model.md", "engine.md"])
+@pytest.mark.parametrize("page", ["sandbox.md", "model.md", "engine.md", "serving.md"])
 def test_the_example_prints_what_it_says(page, capsys):
     (code,) = python_blocks(page)
     exec(compile(code, page, "exec"), {"__name__": "example"})

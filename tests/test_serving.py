@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 
 import pytest
 
@@ -116,6 +117,29 @@ def test_a_port_in_use_is_one_line(capsys, checkpoint):
 
 def test_a_key_that_no_client_could_send_is_refused(capsys, checkpoint):
     assert "--api-key" in mistake(capsys, ["serve", checkpoint, "--api-key", " "])
+
+
+# -- engines of another make ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--engine", "tensorrt"], "use embedded, vllm or sglang"),
+        (["--engine-url", "http://127.0.0.1:1"], "choose the server's kind"),
+        (["--engine", "sglang"], "--engine-python"),
+        (["--engine", "vllm", "--engine-url", "nowhere"], "http://127.0.0.1:8000"),
+        (["--engine", "vllm", "--engine-url", "http://127.0.0.1:9"], "cannot be reached"),
+        (["--engine", "vllm", "--engine-url", "http://x", "--engine-python", "p"], "leave out"),
+        (["--engine", "vllm", "--engine-python", "no-such-python"], "cannot be run"),
+        (["--engine", "vllm", "--engine-python", sys.executable], "No module named 'vllm'"),
+    ],
+)
+def test_a_server_that_cannot_be_had_is_one_line(
+    capsys, monkeypatch, tmp_path, checkpoint, options, words
+):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # a log is kept for the message
+    assert words in mistake(capsys, ["serve", checkpoint, "--port", 0, *options])
 
 
 # -- a real server -------------------------------------------------------------------------------

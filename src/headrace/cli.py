@@ -229,11 +229,34 @@ def serve(
     renderer: RendererOption = "auto",
     dtype: DtypeOption = "float32",
     max_context: ContextOption = None,
+    engine: Annotated[
+        str, typer.Option(metavar="KIND", help="embedded, or a server: vllm or sglang.")
+    ] = "embedded",
+    engine_url: Annotated[
+        str | None,
+        typer.Option(metavar="URL", help="A vLLM or SGLang server of this checkpoint that runs."),
+    ] = None,
+    engine_python: Annotated[
+        str | None,
+        typer.Option(metavar="PATH", help="Python that has vLLM or SGLang, to start a server."),
+    ] = None,
+    engine_options: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--engine-option",
+            metavar="OPTION",
+            help="Further option of the server to start, e.g. --engine-option=--enforce-eager.",
+        ),
+    ] = None,
+    engine_key: Annotated[
+        str | None, typer.Option(metavar="KEY", help="API key of the server at --engine-url.")
+    ] = None,
 ) -> int:
     """Serve a checkpoint through the OpenAI-compatible API until Ctrl-C.
 
     Prints the base URL and an API key for any OpenAI client. Nothing is recorded and nothing is
-    trained; `headrace run` does that.
+    trained; `headrace run` does that. The engine is headrace's own, or vLLM or SGLang, started for
+    this or running already; see docs/adapters.md.
     """
     from headrace.serving import ServeOptions, serve_forever
 
@@ -244,8 +267,68 @@ def serve(
         max_running=max_running,
         max_waiting=max_waiting,
         threads=threads,
+        engine=engine,
+        engine_url=engine_url,
+        engine_python=engine_python,
+        engine_options=tuple(engine_options or ()),
+        engine_key=engine_key,
     )
     return serve_forever(
+        checkpoint, options, host=host, port=port, api_key=api_key, console=Console()
+    )
+
+
+@app.command()
+def engine(
+    checkpoint: CheckpointArgument,
+    host: HostOption = "127.0.0.1",
+    port: Annotated[
+        int, typer.Option(metavar="N", min=0, max=65535, help="Port; 0 picks a free one.")
+    ] = 8001,
+    api_key: Annotated[
+        str | None,
+        typer.Option(metavar="KEY", help="Key clients must send; needed beyond loopback."),
+    ] = None,
+    max_running: Annotated[
+        int, typer.Option(metavar="N", min=1, help="Requests decoded together.")
+    ] = 16,
+    max_waiting: Annotated[
+        int, typer.Option(metavar="N", min=1, help="Requests queued before new ones are refused.")
+    ] = 256,
+    max_context: ContextOption = None,
+    dtype: DtypeOption = "float32",
+    weights: Annotated[
+        str, typer.Option(metavar="KIND", help="same (as --dtype) or int8.")
+    ] = "same",
+    cache_tokens: Annotated[
+        int,
+        typer.Option(metavar="TOKENS", min=0, help="Size of the cache; 0 fits every request."),
+    ] = 0,
+    draft_tokens: Annotated[
+        int, typer.Option(metavar="N", min=0, help="Tokens the model's drafts guess per step.")
+    ] = 0,
+    threads: Annotated[
+        int | None, typer.Option(metavar="N", min=1, help="Compute threads; all cores by default.")
+    ] = None,
+) -> int:
+    """Serve a checkpoint token-in token-out until Ctrl-C: /generate, /weights, /metrics, ...
+
+    For programs that hold token ids: trainers, evaluations, other gateways. docs/serving.md shows
+    every route. For chat clients use `headrace serve`.
+    """
+    from headrace.engine_serving import EngineOptions, engine_forever
+
+    options = EngineOptions(
+        dtype=dtype,
+        weights=weights,
+        max_context=max_context,
+        max_running=max_running,
+        max_waiting=max_waiting,
+        cache_tokens=cache_tokens,
+        draft_tokens=draft_tokens,
+        threads=threads,
+    )
+    return engine_forever(
         checkpoint, options, host=host, port=port, api_key=api_key, console=Console()
     )
 

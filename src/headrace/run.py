@@ -43,7 +43,7 @@ from headrace.stages.checks import check_recipe
 from headrace.stages.context import next_version, training_folder
 from headrace.stages.measuring import measure_model
 from headrace.stages.new_model import start_checkpoint
-from headrace.system import System, open_system, open_tasks, placement
+from headrace.system import Placement, System, open_system, open_tasks, placement
 from headrace.tasks.types import TaskInstance, TaskService
 
 START = "start"
@@ -79,7 +79,7 @@ def plan(recipe: Recipe) -> list[str]:
     lines = [
         f"recipe {recipe.name}, seed {recipe.seed}",
         f"model: {source}, renderer {recipe.model.renderer}",
-        f"engine on cores {_list(cores.engine)}, trainer on cores {_list(cores.trainer)}",
+        f"{_engines(cores)}, trainer on cores {_list(cores.trainer)}",
     ]
     if recipe.cluster.trainer_ranks > 1:
         lines.append(f"language stages train with {recipe.cluster.trainer_ranks} ranks")
@@ -446,6 +446,12 @@ def _measurements(table: MeasureTable) -> list[str]:
     if table.format_examples:
         parts.append(f"chat format of {table.format_examples} turns")
     return parts
+
+
+def _engines(cores: Placement) -> str:
+    if not cores.prefill:
+        return f"engine on cores {_list(cores.engine)}"
+    return f"engine on cores {_list(cores.engine)}, prompts on cores {_list(cores.prefill)}"
 
 
 def _list(cores: tuple[int, ...]) -> str:

@@ -1,16 +1,21 @@
 """A checkpoint behind the gateway, without training: what `headrace serve` and `chat` stand on.
 
-Finds the checkpoint, starts an engine in its own process and a gateway in this one. Nothing is
-recorded on disk. This process never imports torch unless a checkpoint has to be converted first.
+Finds the checkpoint, starts an engine in its own process (or an inference server of another make,
+or connects to one) and a gateway in this one. Nothing is recorded on disk. This process never
+imports torch unless a checkpoint has to be converted first.
 """
 
 import asyncio
 import contextlib
+import importlib.util
 import secrets
+import shutil
 import signal
+import sys
+import tempfile
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 from rich.console import Console
@@ -19,6 +24,12 @@ from rich.markup import escape
 from headrace.cluster.local import LocalCluster, available_cores
 from headrace.engine.client import ProcessEngine
 from headrace.engine.config import EngineConfig
+from headrace.engine.http_engine import HttpEngine
+from headrace.engine.server_commands import sglang_command, vllm_command, vllm_environment
+from headrace.engine.server_process import ServerProcess, free_port
+from headrace.engine.sglang import SglangEngine
+from headrace.engine.types import EngineClient
+from headrace.engine.vllm import VllmEngine
 from headrace.errors import UserError
 from headrace.gateway.protocol import ApiError, ChatRequest
 from headrace.gateway.server import GatewayServer
@@ -44,6 +55,11 @@ class ServeOptions(msgspec.Struct, frozen=True):
         max_waiting: requests queued before new ones are refused.
         threads: compute threads; None uses every core.
         request_timeout_s: deadline of one answer.
+        engine: "embedded", or "vllm" or "sglang": an inference server.
+        engine_url: of such a server that runs already, and decides dtype, max_running and threads.
+        engine_python: interpreter that has it, to start one; None takes this one.
+        engine_options: further ones of the server to start, each as it takes them.
+        engine_key: API key of a server that runs already.
     """
 
     renderer: str = "auto"
@@ -53,6 +69,23 @@ class ServeOptions(msgspec.Struct, frozen=True):
     max_waiting: int = 256
     threads: int | None = None
     request_timeout_s: float = 600.0
+    engine: str = "embedded"
+    engine_url: str | None = None
+    engine_python: str | None = None
+    engine_options: tuple[str, ...] = ()
+    engine_key: str | None = None
+
+
+class ServedEngine(EngineClient, Protocol):
+    """An engine that has to be started."""
+
+    async def start(self) -> None:
+        """Returns once it answers.
+
+        Raises:
+            UserError: the checkpoint or the server cannot be used.
+        """
+        ...
 
 
 class KeyedGateway(Gateway):
@@ -121,7 +154,7 @@ def engine_config(checkpoint: Path, options: ServeOptions) -> EngineConfig:
 
 
 @contextlib.asynccontextmanager
-async def open_engine(checkpoint: Path, options: ServeOptions) -> AsyncIterator[ProcessEngine]:
+async def open_engine(checkpoint: Path, options: ServeOptions) -> AsyncIterator[ServedEngine]:
     """An engine over the checkpoint, not started yet; its process ends with the context.
 
     Raises:
@@ -131,6 +164,18 @@ async def open_engine(checkpoint: Path, options: ServeOptions) -> AsyncIterator[
     threads = options.threads or len(cores)
     if threads > len(cores):
         raise UserError(f"--threads {threads}: only {len(cores)} cores are usable here")
+    if options.engine != "embedded":
+        async with _open_server(checkpoint, options, threads) as engine:
+            yield engine
+        return
+    for name, given in {
+        "--engine-url": options.engine_url,
+        "--engine-python": options.engine_python,
+        "--engine-option": " ".join(options.engine_options) or None,
+        "--engine-key": options.engine_key,
+    }.items():
+        if given is not None:
+            raise UserError(f"{name} {given}: choose the server's kind, --engine vllm or sglang")
     config = engine_config(checkpoint, options)
     async with contextlib.AsyncExitStack() as stack:
         cluster = LocalCluster()
@@ -140,6 +185,73 @@ async def open_engine(checkpoint: Path, options: ServeOptions) -> AsyncIterator[
         )
         stack.push_async_callback(engine.close)
         yield engine
+
+
+@contextlib.asynccontextmanager
+async def _open_server(
+    checkpoint: Path, options: ServeOptions, threads: int
+) -> AsyncIterator[HttpEngine]:
+    """An inference server as an engine: one that runs, or one that is to be started."""
+    kinds = {"vllm": VllmEngine, "sglang": SglangEngine}
+    if options.engine not in kinds:
+        raise UserError(f'--engine "{options.engine}": use embedded, vllm or sglang')
+    if options.dtype not in ("float32", "bfloat16"):
+        raise UserError(f'--dtype "{options.dtype}": use float32 or bfloat16')
+    folder = None
+    server = None
+    if options.engine_url is not None:
+        if options.engine_python is not None or options.engine_options:
+            raise UserError(
+                "--engine-url names a server that runs: leave out --engine-python and "
+                "--engine-option"
+            )
+        url = options.engine_url
+    else:
+        python = options.engine_python or _own_python(options.engine)
+        folder = Path(tempfile.mkdtemp(prefix=f"headrace-{options.engine}-"))
+        port = free_port()
+        url = f"http://127.0.0.1:{port}"
+        command = vllm_command if options.engine == "vllm" else sglang_command
+        server = ServerProcess(
+            options.engine,
+            command(
+                python,
+                checkpoint,
+                port,
+                dtype=options.dtype,
+                max_context=options.max_context,
+                max_running=options.max_running,
+                options=options.engine_options,
+            ),
+            environment=vllm_environment(threads) if options.engine == "vllm" else {},
+            log_path=folder / "server.log",
+        )
+    engine = kinds[options.engine](
+        url,
+        checkpoint,
+        max_open=options.max_running + options.max_waiting,
+        max_context=options.max_context,
+        api_key=options.engine_key,
+        server=server,
+    )
+    try:
+        yield engine
+    except UserError:
+        folder = None  # the message may name the log
+        raise
+    finally:
+        await engine.close()
+        if folder is not None:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _own_python(engine: str) -> str:
+    if importlib.util.find_spec(engine) is None:
+        raise UserError(
+            f"--engine {engine}: it is not installed beside headrace; name the interpreter that "
+            "has it with --engine-python, or a running server with --engine-url"
+        )
+    return sys.executable
 
 
 def serve_forever(
@@ -212,6 +324,8 @@ async def _serve(
                 }.items():
                     console.print(f"{name:>9}  {escape(value)}", highlight=False, soft_wrap=True)
                 console.print("Ctrl-C stops it.")
+                if isinstance(engine, HttpEngine) and engine.server is not None:
+                    raise UserError(await engine.server.wait_ended())
                 await asyncio.Event().wait()
             finally:
                 await server.stop()

@@ -14,6 +14,7 @@ from headrace.cluster.local import LocalCluster, available_cores
 from headrace.cluster.types import Cluster
 from headrace.engine.client import ProcessEngine
 from headrace.engine.config import EngineConfig
+from headrace.engine.split import SplitEngine
 from headrace.errors import UserError
 from headrace.gateway.server import GatewayServer
 from headrace.gateway.sessions import Gateway
@@ -28,18 +29,20 @@ from headrace.tokens.renderer import ChatRenderer, create_renderer
 
 
 class Placement(msgspec.Struct, frozen=True):
-    """Which cores belong to whom. Engine and trainer never share one when there are two."""
+    """Which cores belong to whom. Engine and trainer never share one when there are two; `prefill`
+    are those of an engine that only computes prompts, none if there is no such engine."""
 
     engine: tuple[int, ...]
     trainer: tuple[int, ...]
     all: tuple[int, ...]
+    prefill: tuple[int, ...] = ()
 
 
 def placement(recipe: Recipe) -> Placement:
     """Cores as the recipe says, else halves of what this process may use.
 
     Raises:
-        UserError: a named core is not available.
+        UserError: a named core is not available, or the engine has too few to divide.
     """
     cores = available_cores()
     half = max(1, len(cores) // 2)
@@ -52,7 +55,15 @@ def placement(recipe: Recipe) -> Placement:
                 f"cluster.{field}: core {missing[0]} is not available here; "
                 f"available: {', '.join(map(str, cores))}"
             )
-    return Placement(tuple(engine), tuple(trainer), cores)
+    prefill = recipe.engine.prefill_cores
+    if prefill >= len(engine):
+        raise UserError(
+            f"engine.prefill_cores {prefill}: the engine has {len(engine)} in all "
+            f"({', '.join(map(str, engine))}) and needs at least one to sample on; name more in "
+            "cluster.engine_cores, or lower it (0: one engine for everything)"
+        )
+    sampling = len(engine) - prefill
+    return Placement(tuple(engine[:sampling]), tuple(trainer), cores, tuple(engine[sampling:]))
 
 
 @contextlib.asynccontextmanager
@@ -96,7 +107,7 @@ class System:
         *,
         cluster: Cluster,
         cores: Placement,
-        engine: ProcessEngine,
+        engine: ProcessEngine | SplitEngine,
         server: GatewayServer,
         runner: RolloutRunner,
         renderer: ChatRenderer,
@@ -127,24 +138,8 @@ async def open_system(
     """
     cores = placement(recipe)
     renderer = create_renderer(recipe.model.renderer, checkpoint)
-    engine = ProcessEngine(
-        cluster,
-        EngineConfig(
-            max_running=recipe.engine.max_running,
-            cache_tokens=recipe.engine.cache_tokens,
-            max_context=recipe.engine.max_context,
-            max_waiting=recipe.engine.max_waiting,
-            dtype=recipe.engine.dtype,
-            weights=recipe.engine.weights,
-            draft_tokens=recipe.engine.draft_tokens,
-            deterministic=recipe.engine.deterministic,
-            seed=recipe.seed,
-        ),
-        checkpoint=str(checkpoint),
-        version=version,
-        cores=cores.engine,
-        threads=len(cores.engine),
-        log_path=str(log_dir / "engine.log"),
+    engine = _new_engine(
+        recipe, cores, cluster=cluster, checkpoint=checkpoint, version=version, log_dir=log_dir
     )
     try:
         await engine.start()
@@ -182,3 +177,42 @@ async def open_system(
             await server.stop()
     finally:
         await engine.close()
+
+
+def _new_engine(
+    recipe: Recipe,
+    cores: Placement,
+    *,
+    cluster: LocalCluster,
+    checkpoint: Path,
+    version: int,
+    log_dir: Path,
+) -> ProcessEngine | SplitEngine:
+    """The engine that the recipe asks for, in one role or two; not started."""
+
+    def of(engine_id: str, owned: tuple[int, ...], log: str) -> ProcessEngine:
+        return ProcessEngine(
+            cluster,
+            EngineConfig(
+                engine_id=engine_id,
+                max_running=recipe.engine.max_running,
+                cache_tokens=recipe.engine.cache_tokens,
+                max_context=recipe.engine.max_context,
+                max_waiting=recipe.engine.max_waiting,
+                dtype=recipe.engine.dtype,
+                weights=recipe.engine.weights,
+                draft_tokens=recipe.engine.draft_tokens,
+                deterministic=recipe.engine.deterministic,
+                seed=recipe.seed,
+            ),
+            checkpoint=str(checkpoint),
+            version=version,
+            cores=owned,
+            threads=len(owned),
+            log_path=str(log_dir / log),
+        )
+
+    sampling = of("engine-0", cores.engine, "engine.log")
+    if not cores.prefill:
+        return sampling
+    return SplitEngine(of("prefill-0", cores.prefill, "prefill.log"), sampling)

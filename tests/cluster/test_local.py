@@ -7,7 +7,7 @@ import signal
 import pytest
 
 from headrace.cluster.local import LocalCluster, available_cores
-from headrace.cluster.types import WorkerDied, WorkerFailure, WorkerSpec
+from headrace.cluster.types import UNSENDABLE, WorkerDied, WorkerFailure, WorkerSpec
 
 
 class EchoWorker:
@@ -31,13 +31,18 @@ class EchoWorker:
                 )
             elif request.method == "fail":
                 self.connection.fail(request.id, "no", "because")
+            elif request.method == "count":
+                for i in range(request.payload["to"]):
+                    self.connection.reply(request.id, i, more=True)
+                self.connection.reply(request.id, "done")
             elif request.method == "die":
                 os.kill(os.getpid(), signal.SIGKILL)
 
 
 @pytest.fixture
 async def cluster(monkeypatch):
-    monkeypatch.setenv("PYTHONPATH", os.path.dirname(__file__))
+    path = os.pathsep.join(filter(None, (os.path.dirname(__file__), os.environ.get("PYTHONPATH"))))
+    monkeypatch.setenv("PYTHONPATH", path)
     local = LocalCluster()
     yield local
     await local.close()
@@ -52,6 +57,34 @@ async def test_requests_failures_and_many_open_at_once(cluster):
     with pytest.raises(TimeoutError):
         await handle.request("unknown", timeout_s=0.05)
     assert await handle.request("echo", {}) == ["hi", {}]
+
+
+async def test_parts_come_in_order_before_the_answer(cluster):
+    handle = await cluster.start(WorkerSpec("w", "test_local:EchoWorker"))
+    parts = [[], []]
+    calls = [handle.request("count", {"to": 500}, on_part=part.append) for part in parts]
+    assert await asyncio.gather(*calls, handle.request("count", {"to": 9})) == ["done"] * 3
+    assert parts == [list(range(500))] * 2
+    seen = []
+
+    def refuse_the_third(part):
+        seen.append(part)
+        if part == 2:
+            raise LookupError("enough")
+
+    with pytest.raises(LookupError, match="enough"):
+        await handle.request("count", {"to": 5}, on_part=refuse_the_third)
+    assert await handle.request("count", {"to": 0}) == "done"
+    assert seen == [0, 1, 2]
+
+
+async def test_what_cannot_be_sent_fails_its_request_alone(cluster):
+    handle = await cluster.start(WorkerSpec("w", "test_local:EchoWorker"))
+    for payload in ({"n": 1 << 64}, {"text": "\ud800"}):
+        with pytest.raises(WorkerFailure, match="echo: cannot be sent") as caught:
+            await handle.request("echo", payload)
+        assert caught.value.code == UNSENDABLE
+    assert await handle.request("echo", {}) == ["", {}]
 
 
 async def test_a_killed_worker_fails_its_open_requests(cluster):

@@ -5,8 +5,15 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from headrace.engine.core import EngineConfig, EngineCore, GenerationFailure
-from headrace.engine.types import GenerationRequest, GenerationResult, SamplingParams
+from headrace.engine.core import EngineConfig, EngineCore
+from headrace.engine.drafting import Computed
+from headrace.engine.types import (
+    GenerationFailure,
+    GenerationRequest,
+    GenerationResult,
+    Progress,
+    SamplingParams,
+)
 from headrace.model.config import (
     IndexerConfig,
     LatentConfig,
@@ -100,7 +107,11 @@ def random_prompt(seed: int, length: int) -> tuple[int, ...]:
 
 
 def drain(
-    core: EngineCore, *, between: Callable[[int], None] | None = None, limit: int = 2000
+    core: EngineCore,
+    *,
+    between: Callable[[int], None] | None = None,
+    watch: Callable[[Progress], None] | None = None,
+    limit: int = 2000,
 ) -> dict[str, GenerationResult]:
     """Step until nothing is left; `between(step)` runs after each step."""
     results: dict[str, GenerationResult] = {}
@@ -109,6 +120,10 @@ def drain(
             return results
         for ended in core.step():
             assert not isinstance(ended, GenerationFailure), ended
+            if isinstance(ended, Progress):
+                assert watch is not None
+                watch(ended)
+                continue
             results[ended.id] = ended
         if between is not None:
             between(step)
@@ -134,3 +149,23 @@ def greedy_reference(model: Decoder, prompt: Sequence[int], n: int) -> tuple[int
     for _ in range(n):
         ids.append(int(full_logits(model, ids)[-1].argmax()))
     return tuple(ids[len(prompt) :])
+
+
+class Oracle:
+    """In place of a drafter: drafts what the model will say, wrong at every seventh token."""
+
+    def __init__(self, model: Decoder, prompts: dict[str, tuple[int, ...]], tokens: int) -> None:
+        self.texts = {
+            name: (*prompt, *greedy_reference(model, prompt, tokens))
+            for name, prompt in prompts.items()
+        }
+
+    def draft(self, parts: list[Computed]) -> None:
+        for part in parts:
+            sequence = part.sequence
+            known = sequence.length
+            text = self.texts.get(sequence.id, ())[known : known + part.depth]
+            sequence.drafts = [
+                (token + 1) % VOCAB if (known + i) % 7 == 0 else token
+                for i, token in enumerate(text)
+            ]

@@ -19,20 +19,27 @@ from engine_harness import (
     tiny_model,
 )
 
-from headrace.cluster.local import LocalCluster
-from headrace.cluster.types import WorkerDied
+from headrace.cluster.local import LocalCluster, LocalHandle
+from headrace.cluster.types import WorkerDied, WorkerSpec
 from headrace.engine.client import ProcessEngine
-from headrace.engine.core import EngineConfig
+from headrace.engine.core import EngineConfig, EngineCore
 from headrace.engine.local import LocalEngine
 from headrace.engine.types import EngineError
 from headrace.errors import UserError
 from headrace.model.checkpoint import save_checkpoint
 from headrace.rollout.types import FinishReason
 
+LONG = 4000
+"""Tokens that no test waits for: enough to be still running whatever the machine is doing."""
+
+
+def long_core(**config: object) -> EngineCore:
+    return new_core(tiny_model(max_positions=4096), max_context=4096, **config)
+
 
 @pytest.fixture
 async def local() -> AsyncIterator[LocalEngine]:
-    engine = LocalEngine(new_core(tiny_model(), max_running=4, max_waiting=4))
+    engine = LocalEngine(long_core(max_running=4, max_waiting=4))
     yield engine
     await engine.close()
 
@@ -54,12 +61,12 @@ async def test_local_engine_serves_concurrent_requests(local: LocalEngine) -> No
     stats = await local.stats()
     assert stats["requests_finished"] == 7
     assert stats["busy_s"] > 0
-    assert local.max_context == stats["max_context"] == 128
+    assert local.max_context == stats["max_context"] == 4096
 
 
 async def test_local_engine_aborts_updates_and_refuses(local: LocalEngine, tmp_path: Path) -> None:
-    save_checkpoint(tiny_model(1), tmp_path / "v1")
-    task = asyncio.create_task(local.generate(ask("r", (1, 2, 3), max_tokens=120)))
+    save_checkpoint(tiny_model(1, max_positions=4096), tmp_path / "v1")
+    task = asyncio.create_task(local.generate(ask("r", (1, 2, 3), max_tokens=LONG)))
     await until_sampling(local, 2)
     await local.load_weights(str(tmp_path / "v1"), 1)
     assert local.weight_version == 1
@@ -76,7 +83,7 @@ async def test_local_engine_aborts_updates_and_refuses(local: LocalEngine, tmp_p
 
 
 async def test_cancelled_caller_frees_its_slot(local: LocalEngine) -> None:
-    task = asyncio.create_task(local.generate(ask("r", (1, 2, 3), max_tokens=120)))
+    task = asyncio.create_task(local.generate(ask("r", (1, 2, 3), max_tokens=LONG)))
     await until_sampling(local, 1)
     task.cancel()
     with contextlib.suppress(asyncio.CancelledError):
@@ -90,8 +97,8 @@ async def test_cancelled_caller_frees_its_slot(local: LocalEngine) -> None:
 
 
 async def test_closed_local_engine_fails_what_is_open() -> None:
-    engine = LocalEngine(new_core(tiny_model()))
-    task = asyncio.create_task(engine.generate(ask("r", (1, 2, 3), max_tokens=120)))
+    engine = LocalEngine(long_core())
+    task = asyncio.create_task(engine.generate(ask("r", (1, 2, 3), max_tokens=LONG)))
     await until_sampling(engine, 1)
     await engine.close()
     with pytest.raises(EngineError) as caught:
@@ -99,6 +106,60 @@ async def test_closed_local_engine_fails_what_is_open() -> None:
     assert caught.value.code == EngineError.CLOSED
     with pytest.raises(EngineError):
         await engine.generate(ask("s", (1,)))
+
+
+class CountingCluster(LocalCluster):
+    """A cluster that tells when and how often it starts something."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.started: asyncio.Queue[WorkerSpec] = asyncio.Queue(10)
+
+    async def start(self, spec: WorkerSpec) -> LocalHandle:
+        handle = await super().start(spec)
+        self.started.put_nowait(spec)
+        return handle
+
+
+async def test_an_impatient_caller_does_not_end_a_start(tmp_path: Path) -> None:
+    save_checkpoint(tiny_model(0), tmp_path / "v0")
+    cluster = CountingCluster()
+    engine = ProcessEngine(
+        cluster,
+        EngineConfig(max_context=128),
+        checkpoint=str(tmp_path / "v0"),
+        log_path=str(tmp_path / "log"),
+    )
+    try:
+        impatient = asyncio.create_task(engine.generate(ask("a", (1,))))
+        await asyncio.wait_for(cluster.started.get(), 30)
+        patient = asyncio.create_task(engine.generate(ask("b", (1, 2, 3))))
+        impatient.cancel()
+        assert output(await patient) == greedy_reference(tiny_model(0), (1, 2, 3), 8)
+        assert cluster.started.empty()
+        assert (await engine.stats())["restarts"] == engine.restarts == 0
+    finally:
+        await engine.close()
+        await cluster.close()
+
+
+async def test_an_engine_closed_while_it_starts_leaves_nothing(tmp_path: Path) -> None:
+    save_checkpoint(tiny_model(0), tmp_path / "v0")
+    cluster = CountingCluster()
+    engine = ProcessEngine(
+        cluster,
+        EngineConfig(max_context=128),
+        checkpoint=str(tmp_path / "v0"),
+        log_path=str(tmp_path / "log"),
+    )
+    waiting = asyncio.create_task(engine.generate(ask("a", (1,))))
+    await asyncio.wait_for(cluster.started.get(), 30)
+    await engine.close()
+    with pytest.raises(EngineError) as caught:
+        await waiting
+    assert caught.value.code == EngineError.CLOSED
+    assert not any(handle.alive for handle in cluster._handles)
+    await cluster.close()
 
 
 async def test_killed_process_is_replaced_and_nothing_is_lost(tmp_path: Path) -> None:
@@ -188,7 +249,12 @@ class DyingHandle:
         self.alive = True
 
     async def request(
-        self, method: str, payload: dict[str, object] | None = None, *, timeout_s: float = 60.0
+        self,
+        method: str,
+        payload: dict[str, object] | None = None,
+        *,
+        timeout_s: float = 60.0,
+        on_part: object = None,
     ) -> object:
         if method == "generate":
             self.alive = False

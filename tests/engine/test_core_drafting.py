@@ -6,6 +6,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 from engine_harness import (
+    Oracle,
     ask,
     drain,
     greedy_reference,
@@ -87,25 +88,6 @@ def test_sampled_tokens_and_logprobs_are_those_of_plain_decoding(
         assert drafted[name].finish_reason is want.finish_reason
         assert logprobs(drafted[name]) == pytest.approx(logprobs(want), abs=1e-4)
         assert drafted[name].raw_logprobs == pytest.approx(want.raw_logprobs, abs=1e-4)
-
-
-class Oracle:
-    """Drafts what the model will say, wrong at every seventh token."""
-
-    def __init__(self, model: Decoder, prompts: dict[str, tuple[int, ...]], tokens: int) -> None:
-        self.texts = {
-            name: (*prompt, *greedy_reference(model, prompt, tokens))
-            for name, prompt in prompts.items()
-        }
-
-    def draft(self, parts: list) -> None:
-        for part in parts:
-            sequence = part.sequence
-            known = sequence.length
-            text = self.texts[sequence.id][known : known + part.depth]
-            sequence.drafts = [
-                (token + 1) % 97 if (known + i) % 7 == 0 else token for i, token in enumerate(text)
-            ]
 
 
 def test_right_drafts_save_passes() -> None:

@@ -20,9 +20,9 @@ from engine_harness import (
 from test_core import check_greedy
 from test_sampling import reference
 
-from headrace.engine.core import EngineCore, GenerationFailure
+from headrace.engine.core import EngineCore
 from headrace.engine.latent_cache import LatentCache
-from headrace.engine.types import GenerationResult, SamplingParams
+from headrace.engine.types import GenerationFailure, GenerationResult, SamplingParams
 from headrace.model.checkpoint import load_checkpoint, save_checkpoint
 from headrace.model.decoder import Decoder
 from headrace.model.trace import SelectionTrace

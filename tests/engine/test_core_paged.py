@@ -166,11 +166,6 @@ def test_plain_batches_do_differ_in_their_bits() -> None:
     assert not torch.equal((rows @ weight.T)[:1], rows[:1] @ weight.T)
 
 
-def test_latent_models_are_not_deterministic_yet() -> None:
-    with pytest.raises(ValueError, match="latent attention"):
-        new_core(latent_model("deepseek_v3"), deterministic=True)
-
-
 def test_prompt_logprobs_and_alternatives_are_the_models_own() -> None:
     model = tiny_model()
     core = new_core(model, prefill_tokens=7)

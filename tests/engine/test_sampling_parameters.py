@@ -19,7 +19,7 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
-from headrace.engine.live import check
+from headrace.engine.checks import check
 from headrace.engine.sampling import SamplingBatch
 from headrace.engine.types import (
     EngineError,

@@ -116,6 +116,26 @@ class Serving(RuleBasedStateMachine):
         assert self.pool.free == self.pool.blocks
         assert all(not sequence.computed and not sequence.blocks for sequence in before)
 
+    @rule(prompt=st.lists(TOKENS, min_size=1, max_size=30))
+    def take_over_from_elsewhere(self, prompt):
+        """As `kv_transfer` does with what another engine has computed of a prompt."""
+        size, preempted = self.pool.block_tokens, self.scheduler.preempted
+        tokens = np.array(prompt, dtype=np.int32)
+        match = self.tree.match(tokens, len(tokens))
+        if match.partial is not None:
+            self.pool.release((match.partial,))
+        held = len(match.blocks)
+        taken = self.scheduler.lend(-(-len(prompt) // size) - held)
+        blocks = match.blocks + taken
+        end = min(len(prompt), len(blocks) * size)
+        for position in range(held * size, end):
+            row = blocks[position // size] * size + position % size
+            self.memory[row] = (self.tree.version, tuple(prompt[: position + 1]))
+        self.tree.insert(tokens[:end], blocks)
+        self.pool.release(blocks)
+        assert self.tree.peek(tokens, len(tokens)) >= end
+        assert self.scheduler.preempted == preempted
+
     @rule(tokens=st.lists(TOKENS, min_size=1, max_size=12), stop=st.integers(0, 15))
     def step(self, tokens, stop):
         self.compute(tokens, stop)
@@ -315,5 +335,7 @@ def act(world: Serving, draw: np.random.Generator, load: float) -> None:
         world.abort(int(draw.integers(1000)), bool(draw.random() < 0.7))
     elif kind < 0.6 * load + 0.05 and world.open:
         world.update_weights()
+    elif kind < 0.6 * load + 0.12:
+        world.take_over_from_elsewhere(prompt * 2)
     else:
         world.step(draw.integers(0, 2, 6).tolist(), int(draw.integers(16)))

@@ -169,6 +169,8 @@ def mismatch(
         ("qwen3", {"deterministic": True}),
         ("biased", {"deterministic": True}),
         ("glm_moe_dsa", {"draft_tokens": 3}),
+        ("glm_moe_dsa", {"deterministic": True, "draft_tokens": 2}),
+        ("deepseek_v3", {"deterministic": True}),
     ],
 )
 def test_every_token_has_the_trainers_logprob(

@@ -6,6 +6,7 @@ import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -21,14 +22,15 @@ from engine_harness import (
     random_prompt,
     tiny_model,
 )
+from safetensors import SafetensorError, safe_open
 
 from headrace.cluster.local import LocalCluster
-from headrace.engine import core as core_module
 from headrace.engine.client import ProcessEngine
 from headrace.engine.core import EngineConfig, EngineCore
 from headrace.engine.local import LocalEngine
 from headrace.engine.types import EngineError, GenerationRequest, GenerationResult
 from headrace.errors import UserError
+from headrace.model import checkpoint as checkpoint_module
 from headrace.model.checkpoint import save_checkpoint
 from headrace.model.decoder import Decoder
 from headrace.model.shared_weights import TENSORS_FILE, SharedWeights, publish
@@ -256,25 +258,56 @@ def test_only_changed_tensors_are_copied_and_all_copies_follow(
     assert core.stats().update_tensors - after.update_tensors == 2 * len(tensors)
 
 
+class Tearing:
+    """An open checkpoint whose file fails when this many tensors of it have been read."""
+
+    def __init__(self, opened: Any, readable: int) -> None:
+        self._opened = opened
+        self._left = readable
+
+    def __enter__(self) -> "Tearing":
+        self._opened = self._opened.__enter__()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._opened.__exit__(*error)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._opened, name)
+
+    def get_tensor(self, name: str) -> torch.Tensor:
+        if self._left == 0:
+            raise SafetensorError("the disk is gone")
+        self._left -= 1
+        return self._opened.get_tensor(name)
+
+
 async def test_a_checkpoint_that_fails_halfway_ends_the_engine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def half(model: Decoder, path: str) -> None:
-        if path != "early":
-            model.hf_tensors()[DOWN].zero_()
-        raise UserError(f"{path} is corrupt")
+    def long_model(seed: int) -> Decoder:
+        return tiny_model(seed, max_positions=8192)
 
-    monkeypatch.setattr(core_module, "load_weights_into", half)
-    engine = LocalEngine(new_core(tiny_model(0)))
-    running = asyncio.create_task(engine.generate(ask("r", random_prompt(0, 9), max_tokens=110)))
+    path = str(tmp_path / "torn")
+    save_checkpoint(long_model(1), path)
+    engine = LocalEngine(new_core(long_model(0), max_context=8192))
+    request = ask("r", random_prompt(0, 9), max_tokens=8000)
+    running = asyncio.create_task(engine.generate(request))
     async with asyncio.timeout(30):
         while (await engine.stats())["tokens_sampled"] < 1:
             pass
-    with pytest.raises(UserError, match="early is corrupt"):
-        await engine.load_weights("early", 1)
-    assert (await engine.stats())["running"] == 1
-    with pytest.raises(EngineError, match="of no version"):
-        await engine.load_weights("late", 1)
+    for readable, error, match in (
+        (0, UserError, "the disk is gone"),
+        (3, EngineError, "when parts of it were loaded .* of no version"),
+    ):
+        monkeypatch.setattr(
+            checkpoint_module,
+            "safe_open",
+            lambda *args, n=readable, **options: Tearing(safe_open(*args, **options), n),
+        )
+        assert (await engine.stats())["running"] == 1
+        with pytest.raises(error, match=match):
+            await engine.load_weights(path, 1)
     with pytest.raises(EngineError, match="of no version"):
         await running
     assert engine.weight_version == 0

@@ -4,10 +4,18 @@ import asyncio
 import itertools
 import json
 from collections.abc import Callable
+from typing import Any
 
 from tokenizers import Tokenizer
 
-from headrace.engine.types import EngineError, GenerationRequest, GenerationResult
+from headrace.engine.config import UpdatePolicy
+from headrace.engine.types import (
+    EngineError,
+    GenerationRequest,
+    GenerationResult,
+    OnProgress,
+    Progress,
+)
 from headrace.rollout.types import FinishReason, Span
 from headrace.tokens.tokenizer import TextTokenizer
 from headrace.tokens.training import SMALLEST_VOCABULARY, train_tokenizer
@@ -69,7 +77,9 @@ class ScriptedEngine:
         """Released once for each request that has arrived."""
         self._aborted: dict[str, asyncio.Event] = {}
 
-    async def generate(self, request: GenerationRequest) -> GenerationResult:
+    async def generate(
+        self, request: GenerationRequest, on_progress: OnProgress | None = None
+    ) -> GenerationResult:
         self.requests.append(request)
         aborted = self._aborted.setdefault(request.id, asyncio.Event())
         self.entered.release()
@@ -81,6 +91,9 @@ class ScriptedEngine:
         result = self.script(request)
         if aborted.is_set():
             result = GenerationResult(result.id, result.spans[:1], FinishReason.ABORTED)
+        if on_progress is not None:
+            for span in result.spans:
+                on_progress(Progress(request.id, span.ids, span.logprobs, (), span.weight_version))
         self.log.append((request.prompt_ids, tuple(i for s in result.spans for i in s.ids)))
         return result
 
@@ -88,8 +101,16 @@ class ScriptedEngine:
         if request_id in self._aborted:
             self._aborted[request_id].set()
 
-    async def load_weights(self, path: str, version: int) -> None:
+    async def load_weights(
+        self, path: str, version: int, policy: UpdatePolicy = "continue"
+    ) -> None:
         self.weight_version = version
+
+    async def stats(self) -> dict[str, Any]:
+        return {"version": self.weight_version, "requests_finished": len(self.log)}
+
+    async def close(self) -> None:
+        return
 
 
 _logprob = itertools.count(1)

@@ -248,7 +248,7 @@ def test_checksums_tell_apart_what_differs() -> None:
 
 
 def checksum(data: torch.Tensor) -> int:
-    return shared_weights._checksum(data.numpy().data)
+    return shared_weights.checksum(data.numpy().data)
 
 
 def test_versions_of_other_models_are_refused(tmp_path: Path) -> None:
@@ -297,7 +297,7 @@ def test_a_version_that_cannot_be_written_leaves_the_others(
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with monkeypatch.context() as patch:
-        patch.setattr(shared_weights, "_checksum", full)
+        patch.setattr(shared_weights, "checksum", full)
         with pytest.raises(UserError, match=r"No space left.*free memory"):
             publish_model(new_model(1), tmp_path, 2)
     assert [p.name for p in tmp_path.iterdir()] == [first.name]

@@ -11,7 +11,16 @@ from typing import Any
 
 import msgspec
 
-from headrace.cluster.types import Reply, Request, WorkerDied, WorkerFailure, WorkerSpec
+from headrace.cluster.pending import PendingRequests
+from headrace.cluster.types import (
+    UNSENDABLE,
+    OnPart,
+    Reply,
+    Request,
+    WorkerDied,
+    WorkerFailure,
+    WorkerSpec,
+)
 from headrace.cluster.worker import frame
 
 _THREAD_VARIABLES = (
@@ -42,7 +51,7 @@ class LocalHandle:
         self._process = process
         self._writer = writer
         self._ids = itertools.count(1)
-        self._open: dict[int, asyncio.Future[Any]] = {}
+        self._open = PendingRequests()
         self._encoder = msgspec.msgpack.Encoder()
         self._dead = asyncio.Event()
         self._reader_task = asyncio.create_task(self._read(reader), name=f"{spec.name} reader")
@@ -56,40 +65,39 @@ class LocalHandle:
         try:
             while True:
                 size = int.from_bytes(await reader.readexactly(4), "little")
-                reply = decoder.decode(await reader.readexactly(size))
-                future = self._open.pop(reply.id, None)
-                if future is None or future.done():
-                    continue
-                if reply.error is not None:
-                    future.set_exception(WorkerFailure(*reply.error))
-                else:
-                    future.set_result(reply.result)
+                self._open.take(decoder.decode(await reader.readexactly(size)))
         except (asyncio.IncompleteReadError, ConnectionError, OSError):
             pass
         finally:
             self._dead.set()
-            for future in self._open.values():
-                if not future.done():
-                    future.set_exception(WorkerDied(f"{self.name} (pid {self.pid}) ended"))
-            self._open.clear()
+            self._open.fail_all(WorkerDied(f"{self.name} (pid {self.pid}) ended"))
 
     async def request(
-        self, method: str, payload: dict[str, Any] | None = None, *, timeout_s: float = 60.0
+        self,
+        method: str,
+        payload: dict[str, Any] | None = None,
+        *,
+        timeout_s: float = 60.0,
+        on_part: OnPart | None = None,
     ) -> Any:
         """See `WorkerHandle.request`."""
         if self._dead.is_set():
             raise WorkerDied(f"{self.name} (pid {self.pid}) has ended")
         request = Request(next(self._ids), method, payload or {})
-        future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        self._open[request.id] = future
         try:
-            self._writer.write(frame(self._encoder.encode(request)))
+            data = frame(self._encoder.encode(request))
+        except (ValueError, OverflowError) as error:
+            # A lone surrogate, an integer of more than 64 bits, a payload of gigabytes.
+            raise WorkerFailure(UNSENDABLE, f"{method}: cannot be sent ({error})") from error
+        future = self._open.open(request.id, on_part)
+        try:
+            self._writer.write(data)
             await self._writer.drain()
             return await asyncio.wait_for(future, timeout_s)
         except (ConnectionError, BrokenPipeError) as error:
             raise WorkerDied(f"{self.name} (pid {self.pid}) ended") from error
         finally:
-            self._open.pop(request.id, None)
+            self._open.forget(request.id)
 
     async def wait_dead(self) -> None:
         """See `WorkerHandle.wait_dead`."""

@@ -4,6 +4,7 @@ A worker is a class living in its own process; its parent holds a handle and sen
 Which machine, cores and threads it gets is the cluster's business, not the worker's.
 """
 
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import msgspec
@@ -38,11 +39,25 @@ class Request(msgspec.Struct, frozen=True):
 
 
 class Reply(msgspec.Struct, frozen=True):
-    """One answer; `error` is (code, message) or None."""
+    """One answer.
+
+    Attributes:
+        id: of the request.
+        result: anything msgpack-able.
+        error: (code, message) or None.
+        more: this is a part, and the answer itself is still to come.
+    """
 
     id: int
     result: Any = None
     error: tuple[str, str] | None = None
+    more: bool = False
+
+
+OnPart = Callable[[Any], None]
+"""Called in the event loop with every part of an answer that is sent ahead of it."""
+UNSENDABLE = "unsendable"
+"""Code of a `WorkerFailure` for a request that never reached the worker: msgpack cannot hold it."""
 
 
 class WorkerDied(Exception):
@@ -78,13 +93,26 @@ class WorkerHandle(Protocol):
     def alive(self) -> bool: ...
 
     async def request(
-        self, method: str, payload: dict[str, Any] | None = None, *, timeout_s: float = 60.0
+        self,
+        method: str,
+        payload: dict[str, Any] | None = None,
+        *,
+        timeout_s: float = 60.0,
+        on_part: OnPart | None = None,
     ) -> Any:
         """Send one request and wait for its answer. Many may be open at once.
 
+        Args:
+            method: what the worker knows it by.
+            payload: msgpack-able.
+            timeout_s: longest wait for the answer; parts do not extend it.
+            on_part: called in the event loop with every part of the answer that the worker sends
+                ahead, in order; without it they are dropped. What it raises is raised here, and
+                later parts are dropped.
+
         Raises:
             WorkerDied: the process ended.
-            WorkerFailure: the worker answered with an error.
+            WorkerFailure: the worker answered with an error, or the payload is UNSENDABLE.
             TimeoutError: no answer within timeout_s.
         """
         ...

@@ -85,9 +85,9 @@ class WorkerConnection:
         except queue.Empty:
             return None
 
-    def reply(self, request_id: int, result: Any = None) -> None:
-        """Answer a request with a msgpack-able result."""
-        self._send(Reply(request_id, result))
+    def reply(self, request_id: int, result: Any = None, more: bool = False) -> None:
+        """Answer with a msgpack-able result, or with a part of it if `more` is to come."""
+        self._send(Reply(request_id, result, None, more))
 
     def fail(self, request_id: int, code: str, message: str) -> None:
         """Answer a request with an error."""

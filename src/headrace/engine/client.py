@@ -6,12 +6,14 @@ does not import torch: the process that holds it starts many commands and must s
 """
 
 import asyncio
+import contextlib
 import time
 from typing import Any
 
 import msgspec
 
 from headrace.cluster.types import (
+    UNSENDABLE,
     Cluster,
     WorkerDied,
     WorkerFailure,
@@ -19,7 +21,13 @@ from headrace.cluster.types import (
     WorkerSpec,
 )
 from headrace.engine.config import USER_ERROR, EngineConfig, UpdatePolicy
-from headrace.engine.types import EngineError, GenerationRequest, GenerationResult
+from headrace.engine.types import (
+    EngineError,
+    GenerationRequest,
+    GenerationResult,
+    OnProgress,
+    Progress,
+)
 from headrace.errors import UserError
 from headrace.rollout.types import FinishReason
 
@@ -30,8 +38,11 @@ ANSWER_GRACE_S = 60.0
 
 
 def refusal(failure: WorkerFailure) -> Exception:
+    """A worker's failure as what the caller knows."""
     if failure.code == USER_ERROR:
         return UserError(failure.message)
+    if failure.code == UNSENDABLE:
+        return EngineError(EngineError.INVALID, failure.message)
     return EngineError(failure.code, failure.message)
 
 
@@ -56,6 +67,14 @@ class WorkerClient:
     async def _call(self, method: str, payload: dict[str, Any], timeout_s: float) -> Any:
         raise NotImplementedError
 
+    async def ask(self, method: str, payload: dict[str, Any], timeout_s: float) -> Any:
+        """One request to the worker as it is now; nobody waits for a dead one to be replaced.
+
+        Raises:
+            EngineError: refused; CLOSED or FAILED if no worker could answer.
+        """
+        raise NotImplementedError
+
     async def stats(self) -> dict[str, Any]:
         """`EngineStats` as a dict, plus "max_context" and "pid"."""
         return await self._call("stats", {}, ANSWER_GRACE_S)
@@ -73,6 +92,8 @@ class ProcessEngine(WorkerClient):
         config: sizes of the engine.
         checkpoint: directory of the first weights, of a checkpoint or published.
         version: their stamp.
+        tokenizer: directory of the tokenizer, which requests with stop texts need; None is
+            `checkpoint`.
         cores: CPU cores the process owns; empty leaves it to the scheduler.
         threads: its compute threads.
         log_path: file for its output; None inherits this process's.
@@ -87,6 +108,7 @@ class ProcessEngine(WorkerClient):
         *,
         checkpoint: str,
         version: int = 0,
+        tokenizer: str | None = None,
         cores: tuple[int, ...] = (),
         threads: int = 1,
         log_path: str | None = None,
@@ -97,13 +119,16 @@ class ProcessEngine(WorkerClient):
         self._cluster = cluster
         self._config = config
         self._checkpoint = checkpoint
+        # Later checkpoints may come without one.
+        self._tokenizer = tokenizer or checkpoint
         self._cores = cores
         self._threads = threads
         self._log_path = log_path
         self._retries = retries
         self._start_timeout_s = start_timeout_s
         self._handle: WorkerHandle | None = None
-        self._starting = asyncio.Lock()
+        self._starting: asyncio.Task[WorkerHandle] | None = None
+        self._reviving: asyncio.Task[None] | None = None
         self._closed = False
         self._in_flight: set[str] = set()
         self._aborted: set[str] = set()
@@ -127,24 +152,47 @@ class ProcessEngine(WorkerClient):
     async def close(self) -> None:
         """Stop the process. Open requests fail with CLOSED. Safe to repeat."""
         self._closed = True
-        async with self._starting:
-            handle, self._handle = self._handle, None
+        for task in (self._reviving, self._starting):
+            if task is not None:
+                task.cancel()
+                await asyncio.wait({task})
+        handle, self._handle = self._handle, None
         if handle is not None:
             await handle.stop()
 
+    async def stats(self) -> dict[str, Any]:
+        """See `WorkerClient.stats`; plus "restarts"."""
+        return {**await super().stats(), "restarts": self.restarts}
+
     async def _living(self, dead: WorkerHandle | None) -> WorkerHandle:
-        """The process to talk to; replaces `dead` if nobody has yet."""
-        async with self._starting:
-            if self._closed:
-                raise EngineError(EngineError.CLOSED, "the engine is closed")
-            if self._handle is not None and self._handle is not dead and self._handle.alive:
-                return self._handle
+        """The process to talk to; replaces `dead` if nobody has yet.
+
+        A start belongs to all who wait for it. Callers that lose patience leave it alone, or a few
+        of them could keep an engine from ever coming up.
+        """
+        if self._closed:
+            raise EngineError(EngineError.CLOSED, "the engine is closed")
+        if self._starting is None:
+            handle = self._handle
+            if handle is not None and handle is not dead and handle.alive:
+                return handle
+            self._starting = asyncio.create_task(self._replace(), name=self._config.engine_id)
+        starting = self._starting
+        await asyncio.wait({starting})
+        if starting.cancelled():
+            raise EngineError(EngineError.CLOSED, "the engine was closed while it started")
+        return starting.result()
+
+    async def _replace(self) -> WorkerHandle:
+        try:
             if self._handle is not None:
                 self.restarts += 1
                 await self._handle.stop(grace_s=0.0)
                 self._handle = None
             self._handle = await self._spawn()
             return self._handle
+        finally:
+            self._starting = None
 
     async def _spawn(self) -> WorkerHandle:
         spec = WorkerSpec(
@@ -155,6 +203,7 @@ class ProcessEngine(WorkerClient):
                 "version": self._version,
                 "config": msgspec.to_builtins(self._config),
                 "threads": self._threads,
+                "tokenizer": self._tokenizer,
             },
             cores=self._cores,
             threads=self._threads,
@@ -195,8 +244,35 @@ class ProcessEngine(WorkerClient):
             f"{method}: the engine process died {self._retries + 1} times while it was open",
         )
 
-    async def generate(self, request: GenerationRequest) -> GenerationResult:
-        """See `EngineClient.generate`. Survives the death of the process.
+    async def ask(self, method: str, payload: dict[str, Any], timeout_s: float) -> Any:
+        """See `WorkerClient.ask`. A dead or silent process is replaced meanwhile."""
+        handle = self._handle
+        if self._closed:
+            raise EngineError(EngineError.CLOSED, "the engine is closed")
+        try:
+            if handle is None:
+                raise WorkerDied(f"{self._config.engine_id} is being started")
+            return await handle.request(method, payload, timeout_s=timeout_s)
+        except WorkerFailure as failure:
+            raise refusal(failure) from failure
+        except (WorkerDied, TimeoutError) as error:
+            if handle is not None and handle.alive:
+                # What it was asked for must not happen any more.
+                await handle.stop(grace_s=0.0)
+            if self._reviving is None or self._reviving.done():
+                self._reviving = asyncio.create_task(self._revive(handle))
+            raise EngineError(EngineError.FAILED, f"{method}: {error or 'no answer'}") from error
+
+    async def _revive(self, dead: WorkerHandle | None) -> None:
+        # Whoever needs the process next is told what is wrong with it.
+        with contextlib.suppress(EngineError, UserError):
+            await self._living(dead)
+
+    async def generate(
+        self, request: GenerationRequest, on_progress: OnProgress | None = None
+    ) -> GenerationResult:
+        """See `EngineClient.generate`. Survives the death of the process; who watches is told to
+        forget what was sampled there.
 
         Raises:
             EngineError: refused, or FAILED after `retries` resubmissions.
@@ -205,8 +281,13 @@ class ProcessEngine(WorkerClient):
             raise EngineError(EngineError.INVALID, f"id {request.id!r} is in use")
         self._in_flight.add(request.id)
         try:
-            return await self._generate(request)
-        except asyncio.CancelledError:
+            return await self._generate(
+                request, None if on_progress is None else Watch(on_progress)
+            )
+        except (EngineError, UserError):
+            raise
+        except BaseException:
+            # Cancelled, or `on_progress` failed: the engine does not know.
             handle = self._handle
             if handle is not None and handle.alive:
                 # Nobody waits for the tokens any more; a dead handle has none to stop.
@@ -216,7 +297,9 @@ class ProcessEngine(WorkerClient):
             self._in_flight.discard(request.id)
             self._aborted.discard(request.id)
 
-    async def _generate(self, request: GenerationRequest) -> GenerationResult:
+    async def _generate(
+        self, request: GenerationRequest, watch: "Watch | None"
+    ) -> GenerationResult:
         arrived = time.monotonic()
         dead: WorkerHandle | None = None
         for _ in range(self._retries + 1):
@@ -227,9 +310,13 @@ class ProcessEngine(WorkerClient):
             left = request.timeout_s - elapsed
             if left <= 0:
                 return _empty(request.id, FinishReason.DEADLINE, elapsed)
-            payload = msgspec.to_builtins(msgspec.structs.replace(request, timeout_s=left))
+            if watch is not None:
+                watch.begin_again(request.id, self._version)
+            payload = generate_payload(request, watch, timeout_s=left)
             try:
-                result = await handle.request("generate", payload, timeout_s=left + ANSWER_GRACE_S)
+                result = await handle.request(
+                    "generate", payload, timeout_s=left + ANSWER_GRACE_S, on_part=watch
+                )
             except WorkerFailure as failure:
                 raise refusal(failure) from failure
             except (WorkerDied, TimeoutError):
@@ -285,6 +372,33 @@ class ProcessEngine(WorkerClient):
         async with self._loading:
             await self._call("load_weights", payload, LOAD_TIMEOUT_S)
             self._checkpoint, self._version = checkpoint or path, version
+
+
+def generate_payload(
+    request: GenerationRequest, watch: "Watch | None", *, timeout_s: float
+) -> dict[str, Any]:
+    """What `EngineWorker` is asked for; it streams if anybody watches."""
+    changed = msgspec.structs.replace(request, timeout_s=timeout_s, stream=watch is not None)
+    return msgspec.to_builtins(changed)
+
+
+class Watch:
+    """Hands parts of a worker's answer to whoever watches a request."""
+
+    def __init__(self, on_progress: OnProgress) -> None:
+        self._on_progress = on_progress
+        self._told = False
+
+    def __call__(self, part: Any) -> None:
+        progress = msgspec.convert(part, Progress)
+        self._told = bool(progress.ids) or (self._told and not progress.restart)
+        self._on_progress(progress)
+
+    def begin_again(self, request_id: str, version: int) -> None:
+        """A process that has not seen the request takes it; what another one said is void."""
+        if self._told:
+            self._told = False
+            self._on_progress(Progress(request_id, (), (), (), version, restart=True))
 
 
 def _empty(request_id: str, reason: FinishReason, elapsed_s: float) -> GenerationResult:

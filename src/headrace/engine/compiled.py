@@ -1,90 +1,67 @@
-"""The compiled decode step: built once with the machine's C compiler, or done without.
+"""The compiled decode step: one native call from token ids to logits.
 
-`CompiledStep.create` compiles `decode_step.c`, packs the decoder's weights for it and compares one
-step with the decoder itself. Where there is no compiler, the model is of another kind, or a result
-differs, it returns None and the engine decodes through torch, slower and otherwise the same.
+`CompiledStep.create` describes a grouped-query decoder and its cache to the native library and
+compares a few tokens with the decoder itself. Where there is no library, the model is of another
+kind, or a result differs, it returns None and the engine decodes through the decoder, slower and
+otherwise the same. It knows nothing of requests; `DecodeBatch` alone looks at sequences.
 """
 
 import ctypes
-import functools
-import hashlib
 import logging
-import os
-import platform
-import shutil
-import subprocess
-import tempfile
-from pathlib import Path
-from typing import Any
+from collections.abc import Sequence
+from typing import cast
 
+import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from headrace.engine.grouped_cache import GroupedCache
-from headrace.engine.paged_cache import PagedCache
+from headrace.engine.packed_model import PackedLinear, PackedProducts
+from headrace.engine.paged_cache import PagedBatch, PagedCache
+from headrace.engine.sequence import Chunk
+from headrace.model.attention import GroupedQueryAttention
+from headrace.model.block import Block
 from headrace.model.decoder import Decoder
+from headrace.model.feed_forward import SwiGLU
+from headrace.ops import row_independent
+from headrace.ops.native import build
+from headrace.ops.packed import KINDS, PackedMatrix
+from headrace.ops.pages import LargePages
+from headrace.ops.registry import REGISTRY
 
-_SOURCE = Path(__file__).with_name("decode_step.c")
-# Sums may be reordered for vector units, but NaN must stay NaN: no -ffast-math.
-_FLAGS = (
-    "-std=gnu11",
-    "-O3",
-    "-march=native",
-    "-fno-math-errno",
-    "-fno-trapping-math",
-    "-fassociative-math",
-    "-fno-signed-zeros",
-    "-shared",
-    "-fPIC",
-)
-_COMPILE_TIMEOUT_S = 120.0
 _TOLERANCE = 1e-3
-"""Largest accepted difference of log-probabilities to the decoder; a wrong step is off by units."""
+"""Largest accepted difference of log-probabilities to plain torch; a wrong step is off by units."""
 _log = logging.getLogger(__name__)
 
 _POINTER, _SIZE = ctypes.c_void_p, ctypes.c_int64
-_LAYER_FIELDS = (
-    "attention_norm",
-    "qkv",
-    "qkv_bias",
-    "q_norm",
-    "k_norm",
-    "output",
-    "output_bias",
-    "feed_forward_norm",
-    "gate_up",
-    "down",
-    "keys",
-    "values",
-)
+
+
+class _Matrix(ctypes.Structure):
+    """`StepMatrix` of the native library."""
+
+    _fields_ = (
+        *((name, _POINTER) for name in ("panels", "scales", "bias")),
+        *((name, _SIZE) for name in ("kind", "inputs", "outputs")),
+    )
 
 
 class _Layer(ctypes.Structure):
-    """`Layer` in the C file."""
+    """`StepLayer` of the native library."""
 
-    _fields_ = tuple((name, _POINTER) for name in _LAYER_FIELDS)
+    _fields_ = (
+        *((name, _POINTER) for name in ("attention_norm", "q_norm", "k_norm", "feed_forward_norm")),
+        *((name, _POINTER) for name in ("keys", "values")),
+        *((name, _Matrix) for name in ("qkv", "output", "gate_up", "down")),
+    )
 
 
 class _Step(ctypes.Structure):
-    """`Step` in the C file."""
+    """`Step` of the native library."""
 
     _fields_ = (
-        *(
-            (name, _POINTER)
-            for name in (
-                "layers",
-                "final_norm",
-                "head",
-                "cosine",
-                "sine",
-                "positions",
-                "tables",
-                "x",
-                "logits",
-                "scratch",
-            )
-        ),
+        *((name, _POINTER) for name in ("layers", "embedding", "final_norm", "cosine", "sine")),
+        ("head", _Matrix),
+        *((name, _POINTER) for name in ("ids", "positions", "tables", "logits")),
         *(
             (name, _SIZE)
             for name in (
@@ -97,40 +74,49 @@ class _Step(ctypes.Structure):
                 "dim",
                 "vocab",
                 "longest",
+                "blocks",
                 "table_width",
                 "block_tokens",
+                "block_stride",
                 "interleaved",
             )
         ),
         ("epsilon", ctypes.c_float),
+        ("scale", ctypes.c_float),
     )
 
 
 class CompiledStep:
-    """Decodes one token for each of n sequences. Make one with `create`.
+    """Decodes one token for each of n sequences, on torch's number of threads. Make one with
+    `create`.
 
-    Holds a packed copy of every matrix, so `repack` must follow every change of the weights.
+    With packed products, its logits, keys and values are to the bit those of the decoder inside
+    `row_independent`. Without, it packs a copy of every matrix, so `repack` must follow every
+    change of the weights.
 
     Args:
-        library: the compiled file.
         model: the decoder to mirror.
         cache: where its keys and values are.
         longest: most tokens of a sequence.
+        products: the packed linear layers of the model, if it has them.
     """
 
     def __init__(
-        self, library: ctypes.CDLL, model: Decoder, cache: GroupedCache, longest: int
+        self, model: Decoder, cache: GroupedCache, longest: int, products: PackedProducts | None
     ) -> None:
-        self._library = library
         self._model = model
         self._cache = cache
-        self._panel = int(library.panel_width())
+        self._products = products
+        self._bfloat16 = model.embed.weight.dtype == torch.bfloat16
         shape = model.config
         self._layers = (_Layer * shape.num_layers)()
-        self._packed: list[Tensor] = []
-        self._scratch = torch.empty(0)
+        self._pages = LargePages()
+        self._copies: list[tuple[PackedMatrix, Tensor]] = []
+        self._biases: list[tuple[Tensor, Tensor]] = []
+        self._logits = torch.empty(0)
         self._step = _Step(
             layers=ctypes.addressof(self._layers),
+            embedding=model.embed.weight.data_ptr(),
             final_norm=model.norm.weight.data_ptr(),
             cosine=model.cos.data_ptr(),
             sine=model.sin.data_ptr(),
@@ -142,93 +128,121 @@ class CompiledStep:
             dim=shape.head_dim,
             vocab=shape.vocab_size,
             longest=longest,
+            blocks=cache.blocks,
             block_tokens=cache.block_tokens,
+            block_stride=cache.keys[0].stride(0),
             interleaved=shape.rope_interleaved,
             epsilon=shape.norm_eps,
+            scale=shape.head_dim**-0.5,
         )
         self._pointer = ctypes.addressof(self._step)
-        self.repack()
+        for layer, block, keys, values in zip(
+            self._layers, model.layers, cache.keys, cache.values, strict=True
+        ):
+            self._describe(layer, cast(Block, block), keys, values)
+        head = self._packed(model.output_weight) if products is None else products.head
+        self._step.head = self._matrix(head, None)
 
     @classmethod
-    def create(cls, model: Decoder, cache: PagedCache, longest: int) -> "CompiledStep | None":
+    def create(
+        cls,
+        model: Decoder,
+        cache: PagedCache,
+        longest: int,
+        products: PackedProducts | None = None,
+    ) -> "CompiledStep | None":
         """The compiled step of a model with values in it, or None where it cannot be had."""
-        if (
-            not isinstance(cache, GroupedCache)
-            or torch.get_num_threads() != 1  # the step uses one core; torch spreads over several
-            or any(p.dtype != torch.float32 or p.device.type != "cpu" for p in model.parameters())
-        ):
+        if not isinstance(cache, GroupedCache) or not _mirrors(model):
             return None
-        library = _library()
-        if library is None:
+        reason = build.unavailable_reason()
+        if reason is not None:
+            _log.info("no compiled decode step (%s); decoding at lower speed", reason)
             return None
-        step = cls(library, model, cache, longest)
+        if REGISTRY.wanted() not in (None, "cpu"):
+            return None  # The ops of another backend were asked for.
+        step = cls(model, cache, longest, products)
         error = step._error()
-        if not error <= _TOLERANCE:
-            _log.warning("compiled decode step is off by %s; decoding through torch", error)
+        if not error <= (_TOLERANCE if products is None else 0.0):
+            _log.warning("compiled decode step is off by %s; decoding without it", error)
             return None
         return step
 
     @torch.no_grad()
     def repack(self) -> None:
-        """Take over the model's present weights."""
-        self._packed = []
-        for target, block, keys, values in zip(
-            self._layers, self._model.layers, self._cache.keys, self._cache.values, strict=True
-        ):
-            part: Any = block
-            attention, feed_forward = part.attention, part.feed_forward
-            q_norm, k_norm = attention.q_norm, attention.k_norm
-            tensors = {
-                "attention_norm": part.attention_norm.weight,
-                "qkv": self._pack(attention.qkv.weight),
-                "qkv_bias": attention.qkv.bias,
-                "q_norm": None if q_norm is None else q_norm.weight,
-                "k_norm": None if k_norm is None else k_norm.weight,
-                "output": self._pack(attention.output.weight),
-                "output_bias": attention.output.bias,
-                "feed_forward_norm": part.feed_forward_norm.weight,
-                "gate_up": self._pack(feed_forward.gate_up.weight),
-                "down": self._pack(feed_forward.down.weight),
-                "keys": keys,
-                "values": values,
-            }
-            for name in _LAYER_FIELDS:
-                tensor = tensors[name]
-                setattr(target, name, None if tensor is None else tensor.data_ptr())
-        head = self._model.lm_head or self._model.embed
-        self._step.head = self._pack(head.weight).data_ptr()
-
-    def _pack(self, weight: Tensor) -> Tensor:
-        """[outputs, inputs] -> [panels, inputs, panel], zeros behind the last output."""
-        missing = -weight.shape[0] % self._panel
-        padded = F.pad(weight, (0, 0, 0, missing)) if missing else weight
-        packed = padded.view(-1, self._panel, weight.shape[1]).transpose(1, 2).contiguous()
-        self._packed.append(packed)
-        return packed
+        """Take over the model's present weights; packed products are repacked by their owner."""
+        for matrix, weight in self._copies:
+            matrix.repack_(weight)
+        for copy, bias in self._biases:
+            copy.copy_(bias)
 
     def __call__(self, ids: Tensor, positions: Tensor, tables: Tensor) -> Tensor:
-        """Logits [n, V] after feeding tokens to n sequences.
+        """Logits float32 [n, V] after feeding tokens to n sequences; the next call overwrites them.
 
         Args:
             ids: [n] int64, contiguous.
             positions: [n] int64, contiguous, where they go.
             tables: [n, B] int32, contiguous, the blocks of each sequence.
+
+        Raises:
+            IndexError: a token, position or block that does not exist.
         """
         step = self._step
         n = len(ids)
-        x = F.embedding(ids, self._model.embed.weight)
-        logits = torch.empty((n, step.vocab))
-        if step.n != n:
-            step.n = n
-            size = int(self._library.scratch_size(self._pointer))
-            if size > len(self._scratch):
-                self._scratch = torch.empty(size)
-                step.scratch = self._scratch.data_ptr()
-        step.x, step.logits = x.data_ptr(), logits.data_ptr()
-        step.positions, step.tables = positions.data_ptr(), tables.data_ptr()
-        step.table_width = tables.shape[1]
-        self._library.decode_step(self._pointer)
-        return logits
+        if n * step.vocab > len(self._logits):
+            # Kept: fresh memory would cost as much as the product that fills it.
+            self._logits = LargePages().zeros((n * step.vocab,), torch.float32)
+        step.n = n
+        step.ids, step.positions = ids.data_ptr(), positions.data_ptr()
+        step.tables, step.table_width = tables.data_ptr(), tables.shape[1]
+        step.logits = self._logits.data_ptr()
+        build.call("decode_step", torch.get_num_threads(), self._bfloat16, self._pointer)
+        return self._logits[: n * step.vocab].view(n, -1)
+
+    def _describe(self, layer: _Layer, block: Block, keys: Tensor, values: Tensor) -> None:
+        attention, feed_forward = block.parts()
+        assert isinstance(attention, GroupedQueryAttention)
+        assert isinstance(feed_forward, SwiGLU)
+        norms = {
+            "attention_norm": block.attention_norm,
+            "q_norm": attention.q_norm,
+            "k_norm": attention.k_norm,
+            "feed_forward_norm": block.feed_forward_norm,
+        }
+        for name, norm in norms.items():
+            setattr(layer, name, None if norm is None else norm.weight.data_ptr())
+        layer.keys, layer.values = keys.data_ptr(), values.data_ptr()
+        linears = {
+            "qkv": attention.qkv,
+            "output": attention.output,
+            "gate_up": feed_forward.gate_up,
+            "down": feed_forward.down,
+        }
+        for name, linear in linears.items():
+            own = isinstance(linear, PackedLinear)
+            matrix = linear.matrix if own else self._packed(linear.weight)
+            setattr(layer, name, self._matrix(matrix, linear.bias))
+
+    def _packed(self, weight: Tensor) -> PackedMatrix:
+        """A copy that `repack` keeps up with `weight`."""
+        matrix = PackedMatrix.pack(weight, "bfloat16" if self._bfloat16 else "float32", self._pages)
+        self._copies.append((matrix, weight))
+        return matrix
+
+    def _matrix(self, matrix: PackedMatrix, bias: Tensor | None) -> _Matrix:
+        copy = None
+        if bias is not None:
+            # Not an inference tensor, which could not be written to outside of inference_mode.
+            with torch.inference_mode(False):
+                copy = bias.detach().clone().float()
+            self._biases.append((copy, bias))
+        return _Matrix(
+            panels=matrix.data.data_ptr(),
+            scales=None if matrix.scales is None else matrix.scales.data_ptr(),
+            bias=None if copy is None else copy.data_ptr(),
+            kind=KINDS.index(matrix.kind),
+            inputs=matrix.inputs,
+            outputs=matrix.outputs,
+        )
 
     @torch.inference_mode()
     def _error(self) -> float:
@@ -236,71 +250,85 @@ class CompiledStep:
 
         Writes to the first blocks, so it runs before the cache is in use.
         """
+        size, shape = self._cache.block_tokens, self._model.config
         tokens = min(4, int(self._step.longest))
-        each = -(-tokens // self._cache.block_tokens)
+        each = -(-tokens // size)
         rows = min(2, self._cache.blocks // each)
+        other = GroupedCache(
+            layers=shape.num_layers,
+            kv_heads=shape.num_kv_heads,
+            head_dim=shape.head_dim,
+            blocks=rows * each,
+            block_tokens=size,
+            dtype=self._cache.keys.dtype,
+        )
         tables = torch.arange(rows * each, dtype=torch.int32).view(rows, each)
         generator = torch.Generator().manual_seed(0)
-        vocab = self._model.config.vocab_size
-        ids = torch.randint(0, vocab, (rows, tokens), generator=generator)
-        want = self._model.logits(self._model(ids)).log_softmax(-1)
-        if not bool(want.isfinite().all()):
-            return 0.0  # Nothing to compare with; every request will fail whichever way it runs.
+        ids = torch.randint(0, shape.vocab_size, (tokens, rows), generator=generator)
         worst = 0.0
         for at in range(tokens):
-            positions = torch.full((rows,), at)
-            got = self(ids[:, at].contiguous(), positions, tables).log_softmax(-1)
-            error = float((got - want[:, at]).abs().max())
+            batch = PagedBatch.of([at] * rows, [1] * rows, tables, size)
+            other.begin(batch)
+            with row_independent():
+                hidden = self._model(ids[at][None], batch.positions[None], other)[0]
+            products = self._products
+            logits = self._model.logits(hidden) if products is None else products.logits(hidden)
+            want = logits.float().log_softmax(-1)
+            if not bool(want.isfinite().all()):
+                return 0.0  # Nothing to compare with; every request will fail either way.
+            got = self(ids[at], batch.positions, tables).float().log_softmax(-1)
+            error = float((got - want).abs().max())
             worst = max(worst, error) if error == error else float("inf")
         return worst
 
 
-@functools.cache
-def _library() -> ctypes.CDLL | None:
-    compiler = shutil.which(os.environ.get("CC", "cc")) or shutil.which("gcc")
-    if compiler is None:
-        _log.info("no C compiler found; decoding through torch, at lower speed")
-        return None
-    try:
-        library = ctypes.CDLL(str(_build(compiler)))
-        library.panel_width.restype = _SIZE
-        library.scratch_size.argtypes = (_POINTER,)
-        library.scratch_size.restype = _SIZE
-        library.decode_step.argtypes = (_POINTER,)
-        library.decode_step.restype = None
-    except (OSError, subprocess.SubprocessError, AttributeError) as error:
-        _log.warning("no compiled decode step (%s); decoding through torch", error)
-        return None
-    return library
-
-
-def _build(compiler: str) -> Path:
-    """Compile unless the same source was compiled for the same machine before."""
-    identity = [_SOURCE.read_bytes(), compiler.encode(), _processor().encode()]
-    identity += [flag.encode() for flag in _FLAGS]
-    name = f"decode-step-{hashlib.sha256(b'|'.join(identity)).hexdigest()[:24]}.so"
-    target = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "headrace" / name
-    if target.is_file():
-        return target
-    target.parent.mkdir(parents=True, exist_ok=True)
-    # Compiled beside the target and renamed, so that no process ever loads half a file.
-    with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
-        draft = Path(scratch) / name
-        command = [compiler, *_FLAGS, str(_SOURCE), "-o", str(draft)]
-        done = subprocess.run(
-            command, capture_output=True, text=True, timeout=_COMPILE_TIMEOUT_S, check=False
+def _mirrors(model: Decoder) -> bool:
+    """Whether the native step knows such a model: its parts, its one dtype, and its device."""
+    dtype = model.embed.weight.dtype
+    return (
+        dtype in (torch.float32, torch.bfloat16)
+        and all(p.dtype == dtype and p.device.type == "cpu" for p in model.parameters())
+        and all(
+            isinstance(attention, GroupedQueryAttention) and isinstance(feed_forward, SwiGLU)
+            for attention, feed_forward in (cast(Block, block).parts() for block in model.layers)
         )
-        if done.returncode != 0:
-            reason = (done.stderr.strip() or "no message").splitlines()[0]
-            raise OSError(f"{compiler} failed: {reason}")
-        os.replace(draft, target)
-    return target
+    )
 
 
-def _processor() -> str:
-    """What -march=native depends on."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        return next(line for line in lines if line.startswith(("flags", "Features")))
-    except (OSError, StopIteration):
-        return platform.processor() + platform.machine()
+class DecodeBatch:
+    """Ids, positions and block tables of the sequences that decode, kept from step to step: what
+    stayed the same is not written again.
+
+    Args:
+        rows: most sequences at once.
+        longest: most tokens of a sequence.
+        block_tokens: tokens of a block.
+    """
+
+    def __init__(self, rows: int, longest: int, block_tokens: int) -> None:
+        self._ids = np.zeros(rows, dtype=np.int64)
+        self._positions = np.zeros(rows, dtype=np.int64)
+        self._tables = np.full((rows, -(-longest // block_tokens)), -1, dtype=np.int32)
+        # What is written of each row: a sequence's own list, and how many of it.
+        self._blocks: list[list[int]] = [[] for _ in range(rows)]
+        self._written = [0] * rows
+
+    def update(self, chunks: Sequence[Chunk]) -> tuple[Tensor, Tensor, Tensor]:
+        """(ids, positions, tables) of chunks of one token each; the next call changes them."""
+        ids, positions = self._ids, self._positions
+        for row, chunk in enumerate(chunks):
+            sequence = chunk.sequence
+            ids[row] = sequence.tokens[-1]
+            positions[row] = chunk.start
+            blocks = sequence.blocks
+            # While a sequence runs its list only grows, and it is another list afterwards.
+            written = self._written[row] if self._blocks[row] is blocks else 0
+            if written != len(blocks):
+                self._tables[row, written : len(blocks)] = blocks[written:]
+                self._blocks[row], self._written[row] = blocks, len(blocks)
+        n = len(chunks)
+        return (
+            torch.from_numpy(ids[:n]),
+            torch.from_numpy(positions[:n]),
+            torch.from_numpy(self._tables[:n]),
+        )

@@ -114,6 +114,13 @@ class EngineStats(msgspec.Struct):
         update_bytes: bytes of weights that updates wrote to the model.
         update_tensors: tensors these were; updates from shared memory write only what changed.
         requests_restarted: times a request began again from its prompt because of an update.
+        cache_bytes: bytes of all blocks; the system commits those that were ever used.
+        weights_bytes: bytes of the parameters and of their packed copies.
+        handovers: prefixes given to, or taken from, an engine with the other role.
+        handovers_stale: prefixes refused because they were computed by other weights or for a
+            cache of another layout.
+        handovers_failed: prefixes whose file could not be written, or read whole.
+        handover_bytes: keys and values that crossed over.
     """
 
     version: int = 0
@@ -137,3 +144,9 @@ class EngineStats(msgspec.Struct):
     update_bytes: int = 0
     update_tensors: int = 0
     requests_restarted: int = 0
+    cache_bytes: int = 0
+    weights_bytes: int = 0
+    handovers: int = 0
+    handovers_stale: int = 0
+    handovers_failed: int = 0
+    handover_bytes: int = 0

@@ -16,10 +16,9 @@ changed nothing, and one that fails halfway ends the engine.
 import heapq
 import secrets
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from itertools import islice
-from typing import NamedTuple, get_args
 
 import msgspec
 import numpy as np
@@ -27,35 +26,35 @@ import torch
 from torch import Tensor
 
 from headrace.engine.blocks import BlockPool
-from headrace.engine.compiled import CompiledStep
+from headrace.engine.checks import check
+from headrace.engine.compiled import CompiledStep, DecodeBatch
 from headrace.engine.config import EngineConfig, EngineStats, UpdatePolicy
 from headrace.engine.drafting import Computed, Drafter
+from headrace.engine.draws import Draws
 from headrace.engine.grouped_cache import GroupedCache
-from headrace.engine.latent_cache import LatentCache
-from headrace.engine.live import Live, Row, check
+from headrace.engine.kv_transfer import Handovers
+from headrace.engine.latent_cache import HeadProducts, LatentCache
+from headrace.engine.live import Live, Row
 from headrace.engine.packed_model import PackedProducts
 from headrace.engine.paged_cache import PagedBatch, PagedCache, block_tables
+from headrace.engine.plain_step import PlainStep
 from headrace.engine.prefix import PrefixTree
-from headrace.engine.sampling import SamplingBatch
 from headrace.engine.scheduler import Scheduler
 from headrace.engine.sequence import Chunk, Sequence
 from headrace.engine.speculation import matching_prefix
-from headrace.engine.types import EngineError, GenerationRequest, GenerationResult
-from headrace.model.checkpoint import load_weights_into
+from headrace.engine.stops import Pieces, StopTexts
+from headrace.engine.types import (
+    EngineError,
+    GenerationFailure,
+    GenerationRequest,
+    Progress,
+    Told,
+)
+from headrace.engine.updates import EngineWeights, check_update
 from headrace.model.decoder import Decoder
 from headrace.model.linear import store_input_major
-from headrace.model.shared_folder import is_published
-from headrace.model.shared_weights import LoadReport, load_shared_into
 from headrace.ops import row_independent
 from headrace.rollout.types import FinishReason
-
-
-class GenerationFailure(NamedTuple):
-    """A request that ended without a result through no fault of its own."""
-
-    id: str
-    code: str
-    message: str
 
 
 class EngineCore:
@@ -67,10 +66,11 @@ class EngineCore:
         config: sizes; max_context must not exceed the model's positions.
         version: stamp of the weights in `model`.
         clock: monotonic seconds, for deadlines and timings.
+        pieces: bytes that each token id spells, which stop texts need; or what gives them, called
+            when the first request brings some.
 
     Raises:
-        ValueError: max_context is longer than the model's positions, or deterministic is asked of
-            a model with latent attention.
+        ValueError: max_context is longer than the model's positions.
     """
 
     def __init__(
@@ -80,13 +80,9 @@ class EngineCore:
         *,
         version: int = 0,
         clock: Callable[[], float] = time.monotonic,
+        pieces: Pieces | None = None,
     ) -> None:
         shape = model.config
-        if config.deterministic and shape.latent is not None:
-            raise ValueError(
-                "deterministic needs products that do not depend on the batch, which latent "
-                "attention and experts do not have yet; leave it out for this model"
-            )
         if config.max_context > shape.max_positions:
             raise ValueError(
                 f"max_context {config.max_context} exceeds the model's {shape.max_positions} "
@@ -96,14 +92,23 @@ class EngineCore:
         self._products = _pack(model, config)
         self.config = config
         self._clock = clock
+        self._stops = StopTexts(pieces)
         self._vocab = shape.vocab_size
-        self._cache = _new_cache(model, config)
+        heads = None if self._products is None else self._products.heads
+        self._cache = _new_cache(model, config, heads)
         self._drafter: Drafter | None = None
         if config.draft_tokens and model.mtp is not None:
             self._drafter = Drafter(model, self._cache, self._logits)
-        self._compiled = None
-        if config.compiled and self._products is None:
-            self._compiled = CompiledStep.create(model, self._cache, config.max_context)
+        self._compiled: PlainStep | CompiledStep | None = None
+        # Drafting goes on from hidden states, which the compiled step does not give.
+        if config.compiled and self._drafter is None:
+            if self._products is None:
+                self._compiled = PlainStep.create(model, self._cache, config.max_context)
+            if self._compiled is None:
+                self._compiled = CompiledStep.create(
+                    model, self._cache, config.max_context, self._products
+                )
+        self._decodes = DecodeBatch(config.max_running, config.max_context, config.block_tokens)
         self._pool = BlockPool(config.blocks, config.block_tokens)
         self._tree = PrefixTree(self._pool, version)
         self._scheduler = Scheduler(
@@ -116,15 +121,22 @@ class EngineCore:
             prefill_tokens=config.prefill_tokens,
         )
         self._open: dict[str, Live] = {}
-        self._ended: list[GenerationResult | GenerationFailure] = []
+        self._told: list[Told] = []
         self._deadlines: list[tuple[float, str]] = []
-        self._batch: tuple[list[Live], SamplingBatch] = ([], SamplingBatch([], [], []))
+        self._draws = Draws()
         self._poisoned = False
-        # Checksums of the published version that the model holds, by tensor; empty if it is none.
-        self._held: dict[str, int] = {}
+        copies = [copy for copy in (self._compiled, self._products) if copy is not None]
+        self._weights = EngineWeights(model, copies)
         first_seed = secrets.randbits(64) if config.seed is None else config.seed
         self._seeds = np.random.default_rng(first_seed)
-        self._stats = EngineStats(version=version)
+        weights = sum(p.nbytes for p in model.parameters())
+        weights += 0 if self._products is None else self._products.nbytes
+        self._stats = EngineStats(
+            version=version, cache_bytes=self._cache.nbytes, weights_bytes=weights
+        )
+        self.handovers = Handovers(
+            self._cache, self._pool, self._tree, self._scheduler.lend, self._stats
+        )
 
     @property
     def version(self) -> int:
@@ -139,7 +151,7 @@ class EngineCore:
     @property
     def has_work(self) -> bool:
         """Whether `step` would do or return anything."""
-        return bool(self._open) or bool(self._ended)
+        return bool(self._open) or bool(self._told)
 
     def stats(self) -> EngineStats:
         """A copy of the counters and the present load."""
@@ -166,6 +178,7 @@ class EngineCore:
         check(request, vocab=self._vocab, max_context=self.config.max_context)
         if request.id in self._open:
             raise EngineError(EngineError.INVALID, f"id {request.id!r} is in use")
+        stops = self._stops.matcher(request.sampling.stop)
         seed = request.sampling.seed
         if seed is None:
             seed = int(self._seeds.integers(1 << 63))
@@ -182,7 +195,7 @@ class EngineCore:
             takes_over=request.sampling.prompt_logprobs is None,
         )
         self._scheduler.add(sequence)
-        live = Live(request, sequence, seed=seed)
+        live = Live(request, sequence, seed=seed, stops=stops)
         self._open[request.id] = live
         heapq.heappush(self._deadlines, (sequence.deadline, request.id))
 
@@ -192,14 +205,40 @@ class EngineCore:
         if live is not None:
             self._finish(live, FinishReason.ABORTED)
 
-    def collect(self) -> list[GenerationResult | GenerationFailure]:
-        """What ended outside `step` (aborts) and was not returned yet."""
-        ended, self._ended = self._ended, []
-        return ended
+    def collect(self) -> list[Told]:
+        """What happened outside `step` (aborts, restarts) and was not returned yet."""
+        told, self._told = self._told, []
+        return told
 
     def forget_prefixes(self) -> None:
         """Give up what is held of ended requests, for measurements that must not find it."""
         self._tree.reset(self.version)
+
+    @torch.no_grad()
+    def hold_noise(self, ids: list[int], seed: int = 0) -> None:
+        """Hold random numbers as what `ids` computed, for measurements after long contexts.
+
+        A request that starts with these ids then finds them in the cache. How long its steps take
+        is as after a real prompt; what it samples means nothing.
+
+        Args:
+            ids: as many as the cache has room for; of a context that is held already nothing
+                changes.
+            seed: of the numbers, standard normal.
+
+        Raises:
+            EngineError: OVERLOADED: the free blocks of the cache do not hold them.
+        """
+        blocks = self._pool.allocate(-(-len(ids) // self.config.block_tokens))
+        if blocks is None:
+            raise EngineError(
+                EngineError.OVERLOADED,
+                f"{len(ids)} tokens do not fit the {self._pool.free} free blocks of "
+                f"{self.config.block_tokens}; call forget_prefixes first or raise cache_tokens",
+            )
+        self._cache.fill_normal(blocks, torch.Generator().manual_seed(seed))
+        self._tree.insert(np.asarray(ids, dtype=np.int32), blocks)
+        self._pool.release(blocks)
 
     @torch.no_grad()
     def load_weights(self, path: str, version: int, policy: UpdatePolicy = "continue") -> None:
@@ -208,8 +247,7 @@ class EngineCore:
         Everything held is dropped. What becomes of running requests is up to `policy`.
 
         Args:
-            path: a checkpoint directory, read as a whole; or what `shared_weights.publish`
-                returned, of which only tensors are copied that differ from the last such update.
+            path: see `EngineWeights.load`.
             version: their stamp; that of a published version is its own.
             policy: "continue" computes the running sequences again and goes on with a new span;
                 "requeue" lets them begin again from their prompts, with the same seed and deadline.
@@ -218,27 +256,15 @@ class EngineCore:
             EngineError: INVALID version or policy.
             UserError: the weights cannot be read or do not fit the model. Nothing has changed, and
                 requests go on as if this had not been called.
-            RuntimeError: a checkpoint failed when a part of it was already in the model. This core
+            HalfLoaded: a checkpoint failed when a part of it was already in the model. This core
                 must not be used any more.
         """
-        if version < 0:
-            raise EngineError(EngineError.INVALID, f"version is {version}; it must be >= 0")
-        if policy not in get_args(UpdatePolicy):
-            raise EngineError(
-                EngineError.INVALID,
-                f"policy is {policy!r}; it must be one of {', '.join(get_args(UpdatePolicy))}",
-            )
+        check_update(version, policy)
         started = time.perf_counter()
-        if is_published(path):
-            report = load_shared_into(self.model, path, self._held, version=version)
-        else:
-            report = self._load_checkpoint(path)
+        report = self._weights.load(path, version)
         self._scheduler.drop_computed(version, restart=policy == "requeue")
         if report.tensors_changed:
-            self._poisoned = not all(bool(p.sum().isfinite()) for p in self.model.parameters())
-            for packed in (self._compiled, self._products):
-                if packed is not None:
-                    packed.repack()
+            self._poisoned = not self._weights.finite
         self._switch_requests(version, restart=policy == "requeue")
         pause = time.perf_counter() - started
         stats = self._stats
@@ -249,48 +275,35 @@ class EngineCore:
         stats.last_update_pause_s = pause
         stats.busy_s += pause
 
-    def _load_checkpoint(self, path: str) -> LoadReport:
-        """Load a checkpoint directory: all of it, or nothing."""
-        started = time.perf_counter()
-        tensors = list(self.model.hf_tensors().values())
-        # A parameter and the views of it share one count of writes.
-        writes = [tensor._version for tensor in tensors]
-        try:
-            load_weights_into(self.model, path)
-        except Exception as error:
-            if writes == [tensor._version for tensor in tensors]:
-                raise
-            raise RuntimeError(
-                f"checkpoint {path} failed when parts of it were loaded ({error}); "
-                "these weights are of no version"
-            ) from error
-        self._held = {}
-        copied = sum(tensor.nbytes for tensor in tensors)
-        return LoadReport(copied, len(tensors), time.perf_counter() - started)
-
     def _switch_requests(self, version: int, *, restart: bool) -> None:
         """Tell those that have begun that what follows comes from other weights."""
         for live in self._open.values():
             if live.started is None:
                 continue
             if restart:
+                if live.request.stream and live.ids:
+                    self._told.append(Progress(live.request.id, (), (), (), version, restart=True))
                 live.restart()
                 self._stats.requests_restarted += 1
             live.stamp(version)
         if restart:
-            # Their draws are counted from the start again.
-            self._batch = ([], SamplingBatch([], [], []))
+            self._draws.forget()
 
     @torch.inference_mode()
-    def step(self) -> list[GenerationResult | GenerationFailure]:
-        """One pass over what the scheduler chose; returns what ended."""
+    def step(self) -> list[Told]:
+        """One pass over what the scheduler chose.
+
+        Returns:
+            What ended, and before that for each request that streams what was sampled for it.
+        """
         started = time.perf_counter()
         self._expire()
         plan = self._scheduler.plan()
         for copy in plan.copies:
             self._cache.copy(copy.source, copy.target, copy.tokens)
         if plan.chunks:
-            self._compute(plan.chunks)
+            with row_independent() if self.config.deterministic else nullcontext():
+                self._compute(plan.chunks)
         self._stats.busy_s += time.perf_counter() - started
         return self.collect()
 
@@ -316,14 +329,14 @@ class EngineCore:
     def _finish(self, live: Live, reason: FinishReason) -> None:
         self._end(live)
         self._stats.requests_finished += 1
-        self._ended.append(live.result(self.config.engine_id, reason, self._clock()))
+        self._told.append(live.result(self.config.engine_id, reason, self._clock()))
 
     def _fail(self, live: Live) -> None:
         """End a request whose logits are not finite; what it wrote must never be reused."""
         self._poisoned = True
         self._end(live)
         self._stats.requests_failed += 1
-        self._ended.append(
+        self._told.append(
             GenerationFailure(
                 live.request.id,
                 EngineError.FAILED,
@@ -357,16 +370,15 @@ class EngineCore:
         sampling = [live for live, chunk in zip(lives, chunks, strict=True) if chunk.samples]
         rows: Iterator[Row] = iter(())
         if sampling:
-            rows = self._sample(sampling, logits[0] if len(logits) == 1 else torch.cat(logits))
+            rows = self._draws.sample(
+                sampling, logits[0] if len(logits) == 1 else torch.cat(logits)
+            )
         self._accept(chunks, lives, rows, hidden)
 
     def _decode(self, chunks: list[Chunk]) -> Tensor:
         """Logits [n, V] of one token of each sequence, through the compiled step."""
         assert self._compiled is not None
-        sequences = [chunk.sequence for chunk in chunks]
-        ids = torch.tensor([int(s.tokens[-1]) for s in sequences])
-        positions = torch.tensor([chunk.start for chunk in chunks])
-        return self._compiled(ids, positions, block_tables([s.blocks for s in sequences]))
+        return self._compiled(*self._decodes.update(chunks))
 
     def _extend(self, chunks: list[Chunk], lives: list[Live]) -> tuple[Tensor, Tensor]:
         """Logits [m, V] of the rows that sample, and hidden states [S, D] of all rows.
@@ -382,8 +394,7 @@ class EngineCore:
             ids.append(np.array(chunk.sequence.drafts, dtype=np.int32))
         self._cache.begin(batch)
         rows = torch.from_numpy(np.concatenate(ids).astype(np.int64))[None]
-        with row_independent() if self.config.deterministic else nullcontext():
-            hidden = self.model(rows, batch.positions[None], self._cache)[0]
+        hidden = self.model(rows, batch.positions[None], self._cache)[0]
         end = 0
         last: list[int] = []
         for chunk, live in zip(chunks, lives, strict=True):
@@ -399,21 +410,6 @@ class EngineCore:
         if self._products is None:
             return self.model.logits(hidden)
         return self._products.logits(hidden)
-
-    def _sample(self, lives: list[Live], logits: Tensor) -> Iterator[Row]:
-        """Draw for every row: one of each request, and one for each of its drafts."""
-        if any(live.sequence.drafts for live in lives):
-            batch = _verifying_batch(lives)
-            # The kept batch counts one token per request and step.
-            self._batch = ([], batch)
-        else:
-            if self._batch[0] != lives:
-                self._batch = (lives, _sampling_batch(lives))
-            batch = self._batch[1]
-        draw = batch.sample(logits)
-        alternatives = draw.alternatives or [()] * len(logits)
-        rows = (draw.ids.tolist(), draw.logprobs.tolist(), draw.raw_logprobs.tolist(), alternatives)
-        return map(Row._make, zip(*rows, strict=True))
 
     def _accept(
         self,
@@ -434,9 +430,9 @@ class EngineCore:
         for chunk, live in zip(chunks, lives, strict=True):
             first, end = end, end + chunk.count
             decoding = live.sequence.decoding
+            taken = depth = 0
             if not chunk.samples:
                 self._scheduler.advance(chunk)
-                taken = 0
             else:
                 drafts = live.sequence.drafts
                 drawn = list(islice(rows, 1 + len(drafts)))
@@ -449,62 +445,41 @@ class EngineCore:
                 self._stats.tokens_sampled += taken
                 self._stats.tokens_drafted += len(drafts)
                 self._stats.tokens_accepted += taken - 1
-                if reason is not None:
+                if live.request.stream:
+                    self._told.append(live.progress(taken, self.version))
+                if reason is None:
+                    depth = live.draft_depth(self.config.draft_tokens)
+                else:
                     done.append((live, reason))
-                    continue
             if self._drafter is not None and hidden is not None:
                 # Rows of drafts that do not stand are of no use.
                 standing = hidden[first : first + taken] if decoding else hidden[first:end]
-                depth = live.draft_depth(self.config.draft_tokens) if taken else 0
                 computed.append(Computed(live.sequence, chunk.start, standing, depth))
+        if self._drafter is not None:
+            # Of those that end, too: who takes over their blocks needs the layer's rows as well.
+            self._drafter.draft(computed)
         for live, reason in done:
             if reason is None:
                 self._fail(live)
             else:
                 self._finish(live, reason)
-        if self._drafter is not None:
-            self._drafter.draft(computed)
-
-
-def _verifying_batch(lives: list[Live]) -> SamplingBatch:
-    """As `_sampling_batch`, with a row for each draft: the one after the first i of them draws what
-    the request would draw if those were its output."""
-    rows = [
-        (live, live.sequence.drafts[:count])
-        for live in lives
-        for count in range(1 + len(live.sequence.drafts))
-    ]
-    return SamplingBatch(
-        [live.request.sampling for live, _ in rows],
-        [live.seed for live, _ in rows],
-        [len(live.ids) + len(before) for live, before in rows],
-        [live.request.prompt_ids for live, _ in rows],
-        [[*live.ids, *before] for live, before in rows],
-    )
-
-
-def _sampling_batch(lives: list[Live]) -> SamplingBatch:
-    return SamplingBatch(
-        [live.request.sampling for live in lives],
-        [live.seed for live in lives],
-        [len(live.ids) for live in lives],
-        [live.request.prompt_ids for live in lives],
-        [live.ids for live in lives],
-    )
 
 
 def _pack(model: Decoder, config: EngineConfig) -> PackedProducts | None:
     """Packed products where the config asks for what only they give, or where they are faster."""
+    alone = config.deterministic
     if config.weights == "int8":
-        return PackedProducts(model, "int8")
+        return PackedProducts(model, "int8", row_independent=alone)
     half = model.embed.weight.dtype == torch.bfloat16
-    if half or config.deterministic:
-        return PackedProducts(model, "bfloat16" if half else "float32")
+    if half or alone:
+        return PackedProducts(model, "bfloat16" if half else "float32", row_independent=alone)
     store_input_major(model)
     return None
 
 
-def _new_cache(model: Decoder, config: EngineConfig) -> PagedCache:
+def _new_cache(
+    model: Decoder, config: EngineConfig, heads: Mapping[int, HeadProducts] | None
+) -> PagedCache:
     """An empty cache of the kind the model's attention needs."""
     shape, dtype = model.config, model.embed.weight.dtype
     # One more for the rows of the layer that drafts.
@@ -530,4 +505,5 @@ def _new_cache(model: Decoder, config: EngineConfig) -> PagedCache:
         blocks=config.blocks,
         block_tokens=config.block_tokens,
         dtype=dtype,
+        heads=heads,
     )

@@ -5,6 +5,7 @@ from torch import Tensor
 
 from headrace.engine.paged_cache import PagedBatch, PagedCache
 from headrace.ops import paged_attention
+from headrace.ops.pages import LargePages
 
 
 class GroupedCache(PagedCache):
@@ -30,9 +31,10 @@ class GroupedCache(PagedCache):
         dtype: torch.dtype,
     ) -> None:
         shape = (layers, blocks, kv_heads, block_tokens, head_dim)
-        # Zeros, not empty: pages that no sequence ever reaches stay uncommitted.
-        self.keys = torch.zeros(shape, dtype=dtype)
-        self.values = torch.zeros(shape, dtype=dtype)
+        # Zeros, not empty: pages that no sequence ever reaches stay uncommitted. Large ones, since a
+        # long context is spread over more small ones than a processor has in mind.
+        pages = LargePages()
+        self.keys, self.values = (pages.zeros(shape, dtype) for _ in range(2))
         super().__init__(blocks, block_tokens, (self.keys, self.values), token_dim=1)
         self._flat = [
             (k.view(-1, head_dim), v.view(-1, head_dim))

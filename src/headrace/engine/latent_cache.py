@@ -4,10 +4,13 @@ A row is the key/value latent followed by the rotated key that all heads share, 
 in absorbed form reads it as key and its leading part as value. Layers with an indexer of their own
 keep its keys too. A decoding query attends to token rows by number, all it can see or the ones its
 indexer selects: the same arithmetic in the same order either way. Prompt tokens take the cheaper of
-two dense forms while no sequence of the pass is longer than the indexer's top-k.
+two dense forms while no sequence of the pass is longer than the indexer's top-k; but given products
+that treat a row the same in every pass, they attend as decoding ones do, and every row's result
+depends on its own sequence alone.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -15,9 +18,22 @@ from torch import Tensor
 from headrace.engine.paged_cache import PagedBatch, PagedCache
 from headrace.model.attention import LatentQuery
 from headrace.ops import Layout, dense_attention, select_topk, sparse_latent_attention
+from headrace.ops.pages import LargePages
 
 _EXPANDED_ELEMENTS = 1 << 26
 """Most numbers in keys and values expanded from latents for one layer of a prefill pass."""
+
+
+class HeadProducts(Protocol):
+    """Both up-projections of one layer, a row at a time: other rows change no bit of a result."""
+
+    def absorb(self, q_nope: Tensor) -> Tensor:
+        """Queries [S, H, dn] -> what scores latents directly, [S, H, R]."""
+        ...
+
+    def expand(self, latents: Tensor) -> Tensor:
+        """Attended latents [S, H, R] -> [S, H, dv]."""
+        ...
 
 
 class LatentCache(PagedCache):
@@ -32,6 +48,8 @@ class LatentCache(PagedCache):
         blocks: number of blocks (N).
         block_tokens: tokens of a block (P).
         dtype: of everything held.
+        heads: of every layer; None multiplies by the weights of the queries, in whichever form of
+            attention is cheapest for the pass.
     """
 
     def __init__(
@@ -45,14 +63,15 @@ class LatentCache(PagedCache):
         blocks: int,
         block_tokens: int,
         dtype: torch.dtype,
+        heads: Mapping[int, HeadProducts] | None = None,
     ) -> None:
         self._latent_dim = latent_dim
+        self._heads = heads
         width = latent_dim + rope_dim
         # Zeros, not empty: pages that no sequence ever reaches stay uncommitted.
-        self.rows = torch.zeros((layers, blocks, block_tokens, width), dtype=dtype)
-        self.index_keys = torch.zeros(
-            (len(index_layers), blocks, block_tokens, index_dim), dtype=dtype
-        )
+        pages = LargePages()
+        self.rows = pages.zeros((layers, blocks, block_tokens, width), dtype)
+        self.index_keys = pages.zeros((len(index_layers), blocks, block_tokens, index_dim), dtype)
         super().__init__(blocks, block_tokens, (self.rows, self.index_keys), token_dim=0)
         self._flat_rows = [layer.view(-1, width) for layer in self.rows]
         self._flat_index_keys = {
@@ -92,10 +111,12 @@ class LatentCache(PagedCache):
         if query.index is not None:
             self._flat_index_keys[layer].index_copy_(0, self._batch.slots, query.index.k[0])
         selects = query.topk is not None and self._longest > query.topk
-        short = self._batch.short
+        heads = None if self._heads is None else self._heads[layer]
+        # Which form a prompt took would depend on what else is in the pass.
+        short = self._batch.short if heads is None else len(self._batch.counts)
         if selects or short == len(self._batch.counts):
             picked = self._select(layer, query) if selects else self._all_visible(short)
-            return self._attend_picked(query, rows, picked, slice(None))[None]
+            return self._attend_picked(query, rows, picked, slice(None), heads)[None]
         parts = []
         few = sum(self._batch.counts[:short])
         if short:
@@ -135,13 +156,23 @@ class LatentCache(PagedCache):
         return self._visible
 
     def _attend_picked(
-        self, query: LatentQuery, rows: Tensor, picked: Tensor, part: slice
+        self,
+        query: LatentQuery,
+        rows: Tensor,
+        picked: Tensor,
+        part: slice,
+        heads: HeadProducts | None = None,
     ) -> Tensor:
         """[S, H, dv] of the queries in `part`, each over its own rows."""
+        if heads is None:
+            absorbed = _absorb(query, part)
+        else:
+            nope = heads.absorb(query.q_nope[0, part])
+            absorbed = torch.cat((nope, query.q_rope[0, part]), -1)
         out, _ = sparse_latent_attention(
-            _absorb(query, part), rows, picked, scale=query.scale, value_dim=self._latent_dim
+            absorbed, rows, picked, scale=query.scale, value_dim=self._latent_dim
         )
-        return _expand_values(out, query)
+        return _expand_values(out, query) if heads is None else heads.expand(out)
 
     def _attend_prompts(self, query: LatentQuery, rows: Tensor, first: int, part: slice) -> Tensor:
         """[S, H, dv] of the queries of sequences from `first` on, which are the rows in `part`, in

@@ -1,24 +1,19 @@
 """One request on its way through the engine: what it asked for and what it has sampled so far."""
 
-from collections.abc import Iterator
 from typing import NamedTuple
 
 from torch import Tensor
 
 from headrace.engine.sampling import score_tokens
 from headrace.engine.sequence import Sequence
+from headrace.engine.stops import StopMatcher
 from headrace.engine.types import (
     Alternatives,
-    EngineError,
     GenerationRequest,
     GenerationResult,
+    Progress,
 )
 from headrace.rollout.types import FinishReason, Span
-
-MAX_ALTERNATIVES = 20
-"""Most alternatives reported for one token, as in the OpenAI API."""
-MAX_BIAS = 100
-"""Largest change of one logit, as in the OpenAI API."""
 
 
 class Row(NamedTuple):
@@ -37,6 +32,7 @@ class Live:
         request: checked.
         sequence: its tokens and blocks, as the scheduler knows them.
         seed: of its draws.
+        stops: searches its output for its stop texts; None if it has none.
     """
 
     __slots__ = (
@@ -54,14 +50,26 @@ class Live:
         "seed",
         "sequence",
         "started",
+        "stop",
         "stop_ids",
+        "stops",
     )
 
-    def __init__(self, request: GenerationRequest, sequence: Sequence, *, seed: int) -> None:
+    def __init__(
+        self,
+        request: GenerationRequest,
+        sequence: Sequence,
+        *,
+        seed: int,
+        stops: StopMatcher | None = None,
+    ) -> None:
         self.request = request
         self.sequence = sequence
         self.seed = seed
         self.stop_ids = frozenset(request.sampling.stop_ids)
+        self.stops = stops
+        # The text that ended the output.
+        self.stop: str | None = None
         self.started: float | None = None
         self.drafted = self.accepted = 0
         # How many tokens to draft next; at first as many as allowed.
@@ -74,6 +82,36 @@ class Live:
         self.prompt_alternatives: list[Alternatives] = []
         # (index of the first token, version): where each span begins.
         self.marks: list[tuple[int, int]] = []
+        self._prime()
+
+    def _prime(self) -> None:
+        """Let stop texts begin in output that another engine sampled."""
+        if self.stops is not None:
+            for token in self.resumed_ids:
+                self.stops.feed(token)
+
+    @property
+    def resumed_ids(self) -> tuple[int, ...]:
+        """Output of this request that another engine sampled; it stands at the prompt's end."""
+        resumed = self.request.resumed
+        return self.request.prompt_ids[-resumed:] if resumed else ()
+
+    @property
+    def drawn(self) -> int:
+        """Tokens sampled so far, here and before."""
+        return self.request.resumed + len(self.ids)
+
+    @property
+    def prompt_ids(self) -> tuple[int, ...]:
+        """The prompt without what is output already."""
+        resumed = self.request.resumed
+        return self.request.prompt_ids[:-resumed] if resumed else self.request.prompt_ids
+
+    def output(self, drafts: list[int]) -> list[int]:
+        """Everything sampled and some drafts; the list of own tokens itself where that is all."""
+        if not drafts and not self.request.resumed:
+            return self.ids
+        return [*self.resumed_ids, *self.ids, *drafts]
 
     def take(self, drawn: list[Row], drafted: int) -> tuple[int, FinishReason | None]:
         """Sampled tokens, of which all but the last were drafted; `drafted` counts all drafts.
@@ -90,7 +128,11 @@ class Live:
             if self.request.sampling.logprobs:
                 self.alternatives.append(row.alternatives)
             taken += 1
-            if row.id in self.stop_ids:
+            if self.stops is not None:
+                completed = self.stops.feed(row.id)
+                if self.drawn >= self.request.sampling.min_tokens:
+                    self.stop = completed
+            if row.id in self.stop_ids or self.stop is not None:
                 reason = FinishReason.STOP
             elif len(self.ids) >= self.sequence.limit:
                 reason = FinishReason.LENGTH
@@ -100,6 +142,17 @@ class Live:
         if drafted:
             self.depth = len(drawn)
         return taken, reason
+
+    def progress(self, taken: int, version: int) -> Progress:
+        """The last `taken` tokens, all of `version`, for who watches."""
+        first = len(self.ids) - taken
+        return Progress(
+            self.request.id,
+            tuple(self.ids[first:]),
+            tuple(self.logprobs[first:]),
+            tuple(self.raw_logprobs[first:]),
+            version,
+        )
 
     def draft_depth(self, most: int) -> int:
         """How many tokens to draft: one more than stood last time, and none that cannot be used."""
@@ -137,6 +190,9 @@ class Live:
         for held in (self.prompt_logprobs, self.prompt_alternatives, self.marks):
             held.clear()
         self.drafted = self.accepted = 0
+        if self.stops is not None:
+            self.stops.restart()
+            self._prime()
 
     def stamp(self, version: int) -> None:
         """Tokens from here on come from `version`."""
@@ -173,73 +229,5 @@ class Live:
             preemptions=self.sequence.preemptions,
             drafted_tokens=self.drafted,
             accepted_tokens=self.accepted,
-        )
-
-
-def check(request: GenerationRequest, *, vocab: int, max_context: int) -> None:
-    """Refuse what no engine of this vocabulary and context can run.
-
-    Raises:
-        EngineError: INVALID or TOO_LONG.
-    """
-    for problem in _problems(request, vocab):
-        raise EngineError(EngineError.INVALID, problem)
-    if len(request.prompt_ids) >= max_context:
-        raise EngineError(
-            EngineError.TOO_LONG,
-            f"prompt of {len(request.prompt_ids)} tokens leaves no room in the context of "
-            f"{max_context}",
-        )
-
-
-def _problems(request: GenerationRequest, vocab: int) -> Iterator[str]:
-    """What is wrong with a request. Comparisons are written so that NaN fails them."""
-    if not request.prompt_ids:
-        yield "prompt_ids is empty"
-    elif min(request.prompt_ids) < 0 or max(request.prompt_ids) >= vocab:
-        yield f"prompt_ids holds an id outside the vocabulary of {vocab}"
-    if not request.timeout_s > 0:
-        yield f"timeout_s is {request.timeout_s}; it must be positive"
-    sampling = request.sampling
-    if sampling.max_tokens < 1:
-        yield f"max_tokens is {sampling.max_tokens}; it must be >= 1"
-    if not 0 <= sampling.min_tokens <= sampling.max_tokens:
-        yield (
-            f"min_tokens is {sampling.min_tokens}; it must lie in 0 to max_tokens, which is "
-            f"{sampling.max_tokens}"
-        )
-    if not 0 <= sampling.temperature <= 1e6:
-        yield f"temperature is {sampling.temperature}; it must be 0 (greedy) or positive"
-    if 0 < sampling.temperature < 1e-6:
-        yield f"temperature is {sampling.temperature}; use 0 for greedy"
-    if not 0 < sampling.top_p <= 1:
-        yield f"top_p is {sampling.top_p}; it must lie in (0, 1]"
-    if sampling.top_k < 0:
-        yield f"top_k is {sampling.top_k}; it must be >= 0 (0 keeps all)"
-    if not 0 <= sampling.min_p <= 1:
-        yield f"min_p is {sampling.min_p}; it must lie in [0, 1] (0 keeps all)"
-    if not 0.01 <= sampling.repetition_penalty <= 100:
-        yield (
-            f"repetition_penalty is {sampling.repetition_penalty}; it must lie in [0.01, 100] "
-            "(1 is off)"
-        )
-    for name in ("presence_penalty", "frequency_penalty"):
-        if not -2 <= (penalty := getattr(sampling, name)) <= 2:
-            yield f"{name} is {penalty}; it must lie in [-2, 2] (0 is off)"
-    for token, bias in sampling.logit_bias.items():
-        if not 0 <= token < vocab:
-            yield f"logit_bias names id {token}, which is outside the vocabulary of {vocab}"
-        if not -MAX_BIAS <= bias <= MAX_BIAS:
-            yield f"logit_bias of id {token} is {bias}; it must lie in [-{MAX_BIAS}, {MAX_BIAS}]"
-    # Ids past the vocabulary are let through: a tokenizer may have more than the model.
-    if min(sampling.stop_ids, default=0) < 0:
-        yield f"stop_ids holds {min(sampling.stop_ids)}; ids are >= 0"
-    if sampling.min_tokens > 0 and len({i for i in sampling.stop_ids if i < vocab}) == vocab:
-        yield "min_tokens leaves nothing to sample: stop_ids holds the whole vocabulary"
-    if not 0 <= sampling.logprobs <= MAX_ALTERNATIVES:
-        yield f"logprobs is {sampling.logprobs}; it must lie in 0 to {MAX_ALTERNATIVES}"
-    if not 0 <= (sampling.prompt_logprobs or 0) <= MAX_ALTERNATIVES:
-        yield (
-            f"prompt_logprobs is {sampling.prompt_logprobs}; it must be None or lie in 0 to "
-            f"{MAX_ALTERNATIVES}"
+            stop=self.stop,
         )

@@ -8,12 +8,21 @@ from typing import Any
 
 import msgspec
 
-from headrace.cluster.types import Request, WorkerFailure
-from headrace.engine.client import ANSWER_GRACE_S, LOAD_TIMEOUT_S, WorkerClient, refusal
+from headrace.cluster.pending import PendingRequests
+from headrace.cluster.types import OnPart, Reply, Request, WorkerFailure
+from headrace.engine.client import (
+    ANSWER_GRACE_S,
+    LOAD_TIMEOUT_S,
+    Watch,
+    WorkerClient,
+    generate_payload,
+    refusal,
+)
 from headrace.engine.config import UpdatePolicy
 from headrace.engine.core import EngineCore
-from headrace.engine.types import EngineError, GenerationRequest, GenerationResult
+from headrace.engine.types import EngineError, GenerationRequest, GenerationResult, OnProgress
 from headrace.engine.worker import EngineWorker
+from headrace.errors import UserError
 
 
 class _ThreadConnection:
@@ -23,20 +32,20 @@ class _ThreadConnection:
         self.closed = False
         self._loop = loop
         self._requests: queue.Queue[Request | None] = queue.Queue(limit)
-        self._open: dict[int, asyncio.Future[Any]] = {}
+        self._open = PendingRequests()
         self._next_id = 0
 
     # The loop's side.
 
-    def send(self, method: str, payload: dict[str, Any]) -> "asyncio.Future[Any]":
+    def send(
+        self, method: str, payload: dict[str, Any], on_part: OnPart | None = None
+    ) -> "asyncio.Future[Any]":
         self._next_id += 1
-        future: asyncio.Future[Any] = self._loop.create_future()
         try:
             self._requests.put_nowait(Request(self._next_id, method, payload))
         except queue.Full:
             raise EngineError(EngineError.OVERLOADED, "too many calls are open") from None
-        self._open[self._next_id] = future
-        return future
+        return self._open.open(self._next_id, on_part)
 
     def hang_up(self) -> None:
         self.closed = True
@@ -47,10 +56,7 @@ class _ThreadConnection:
     def end(self, error: Exception) -> None:
         """Fail everything open."""
         self.closed = True
-        for future in self._open.values():
-            if not future.done():
-                future.set_exception(error)
-        self._open.clear()
+        self._open.fail_all(error)
 
     # The worker's side.
 
@@ -62,21 +68,14 @@ class _ThreadConnection:
         except queue.Empty:
             return None
 
-    def reply(self, request_id: int, result: Any = None) -> None:
-        self._loop.call_soon_threadsafe(self._settle, request_id, result, None)
+    def reply(self, request_id: int, result: Any = None, more: bool = False) -> None:
+        self._send(Reply(request_id, result, None, more))
 
     def fail(self, request_id: int, code: str, message: str) -> None:
-        failure = WorkerFailure(code, message)
-        self._loop.call_soon_threadsafe(self._settle, request_id, None, failure)
+        self._send(Reply(request_id, None, (code, message)))
 
-    def _settle(self, request_id: int, result: Any, error: Exception | None) -> None:
-        future = self._open.pop(request_id, None)
-        if future is None or future.done():
-            return
-        if error is not None:
-            future.set_exception(error)
-        else:
-            future.set_result(result)
+    def _send(self, reply: Reply) -> None:
+        self._loop.call_soon_threadsafe(self._open.take, reply)
 
 
 class LocalEngine(WorkerClient):
@@ -105,20 +104,38 @@ class LocalEngine(WorkerClient):
         if not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._connection.end, error)
 
-    async def _call(self, method: str, payload: dict[str, Any], timeout_s: float) -> Any:
+    async def _call(
+        self,
+        method: str,
+        payload: dict[str, Any],
+        timeout_s: float,
+        on_part: OnPart | None = None,
+    ) -> Any:
         if self._connection.closed:
             raise EngineError(EngineError.CLOSED, "the engine is closed")
         try:
-            return await asyncio.wait_for(self._connection.send(method, payload), timeout_s)
+            answer = self._connection.send(method, payload, on_part)
+            return await asyncio.wait_for(answer, timeout_s)
         except WorkerFailure as failure:
             raise refusal(failure) from failure
 
-    async def generate(self, request: GenerationRequest) -> GenerationResult:
+    async def ask(self, method: str, payload: dict[str, Any], timeout_s: float) -> Any:
+        """See `WorkerClient.ask`."""
+        return await self._call(method, payload, timeout_s)
+
+    async def generate(
+        self, request: GenerationRequest, on_progress: OnProgress | None = None
+    ) -> GenerationResult:
         """See `EngineClient.generate`."""
-        payload = msgspec.to_builtins(request)
+        watch = None if on_progress is None else Watch(on_progress)
+        payload = generate_payload(request, watch, timeout_s=request.timeout_s)
+        timeout_s = request.timeout_s + ANSWER_GRACE_S
         try:
-            result = await self._call("generate", payload, request.timeout_s + ANSWER_GRACE_S)
-        except asyncio.CancelledError:
+            result = await self._call("generate", payload, timeout_s, watch)
+        except (EngineError, UserError):
+            raise
+        except BaseException:
+            # Cancelled, or `on_progress` failed: the engine does not know.
             if not self._connection.closed:
                 self._connection.send("abort", {"id": request.id})
             raise

@@ -5,15 +5,21 @@ and multiply by a packed copy of it. A row of such a product depends on that row
 matrix libraries do not promise: they choose another order of sums for another number of rows.
 """
 
+from collections.abc import Mapping
 from typing import cast
 
 import torch
 from torch import Tensor, nn
 
+from headrace.model.block import Block
 from headrace.model.decoder import Decoder
+from headrace.model.feed_forward import apply_gate
 from headrace.model.indexer import Indexer
-from headrace.ops import packed_linear
+from headrace.model.latent_attention import LatentAttention
+from headrace.model.moe import SMALLEST_SUM, Experts, MixtureOfExperts, Router
+from headrace.ops import PackedMatrices, packed_grouped_linear, packed_linear
 from headrace.ops.packed import Kind, PackedMatrix
+from headrace.ops.pages import LargePages
 
 
 class PackedLinear(nn.Linear):
@@ -22,23 +28,176 @@ class PackedLinear(nn.Linear):
     Args:
         linear: whose parameters to share.
         kind: precision of the copy.
+        pages: where to put it.
     """
 
-    def __init__(self, linear: nn.Linear, kind: Kind) -> None:
+    def __init__(self, linear: nn.Linear, kind: Kind, pages: LargePages | None = None) -> None:
         # Not nn.Linear's constructor, which would allocate parameters.
         nn.Module.__init__(self)
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.weight, self.bias = linear.weight, linear.bias
-        self.matrix = PackedMatrix.pack(linear.weight, kind)
+        self.matrix = PackedMatrix.pack(linear.weight, kind, pages)
 
     def forward(self, input: Tensor) -> Tensor:
         """[..., inputs] -> [..., outputs], without gradient."""
         rows = input.reshape(-1, self.in_features)
         return packed_linear(rows, self.matrix, self.bias).view(*input.shape[:-1], -1)
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the copy."""
+        return self.matrix.nbytes
+
     def repack(self) -> None:
         """Take over the parameter's present values."""
         self.matrix.repack_(self.weight)
+
+
+class PackedHeads:
+    """Both up-projections of a latent attention, packed head by head.
+
+    Args:
+        attention: whose `kv_up` to copy, in its own precision.
+    """
+
+    def __init__(self, attention: LatentAttention) -> None:
+        self._attention = attention
+        keys, values = self._weights()
+        kind = _exact(keys)
+        self._keys, self._values = (PackedMatrices.pack(x, kind) for x in (keys, values))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the copies."""
+        return self._keys.nbytes + self._values.nbytes
+
+    def absorb(self, q_nope: Tensor) -> Tensor:
+        """Queries [S, H, dn] -> what scores latents directly, [S, H, R]."""
+        return _per_head(q_nope, self._keys)
+
+    def expand(self, latents: Tensor) -> Tensor:
+        """Attended latents [S, H, R] -> [S, H, dv]."""
+        return _per_head(latents, self._values)
+
+    def repack(self) -> None:
+        """Take over the projection's present values."""
+        for matrices, weights in zip((self._keys, self._values), self._weights(), strict=True):
+            matrices.repack_(weights)
+
+    def _weights(self) -> tuple[Tensor, Tensor]:
+        """[H, R, dn] from queries to latents and [H, dv, R] from latents to values."""
+        heads, latent = self._attention.num_heads, self._attention.latent
+        keys, values = (
+            self._attention.kv_up.weight.detach()
+            .unflatten(0, (heads, -1))
+            .split((latent.nope_dim, latent.value_dim), dim=1)
+        )
+        return keys.transpose(1, 2), values
+
+
+def _per_head(x: Tensor, matrices: PackedMatrices) -> Tensor:
+    """x [S, H, a] times the matrix of each head -> [S, H, b], contiguous."""
+    rows, heads, width = x.shape
+    sorted_rows = x.transpose(0, 1).reshape(-1, width)
+    out = packed_grouped_linear(sorted_rows, matrices, [rows] * heads)
+    return out.view(heads, rows, -1).transpose(0, 1).contiguous()
+
+
+class PackedRouter(Router):
+    """A router that scores a token the same whatever tokens are beside it.
+
+    Args:
+        router: whose weight and bias to share.
+    """
+
+    def __init__(self, router: Router) -> None:
+        # Not Router's constructor, which would allocate parameters.
+        nn.Module.__init__(self)
+        self.experts_per_token, self.scaling = router.experts_per_token, router.scaling
+        self.weight = router.weight
+        self.register_buffer("bias", router.bias)
+        self.matrix = PackedMatrix.pack(router.weight, "float32")
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """See `Router.forward`."""
+        logits = packed_linear(x.float(), self.matrix)
+        # A softmax works on each row by itself; a sigmoid computes the last few elements of a
+        # whole tensor by other instructions.
+        scores = torch.stack((logits, torch.zeros_like(logits)), -1).softmax(-1)[..., 0]
+        experts = (scores + self.bias).topk(self.experts_per_token, dim=-1).indices
+        chosen = scores.gather(1, experts)
+        total = _sum_in_order(chosen)[:, None]
+        return chosen / (total + SMALLEST_SUM) * self.scaling, experts, scores
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the copy."""
+        return self.matrix.nbytes
+
+    def repack(self) -> None:
+        """Take over the parameter's present values."""
+        self.matrix.repack_(self.weight)
+
+
+class PackedExperts(Experts):
+    """Experts whose matrices are packed, in their own precision.
+
+    Args:
+        experts: whose parameters to share.
+    """
+
+    def __init__(self, experts: Experts) -> None:
+        nn.Module.__init__(self)
+        self.gate_up, self.down = experts.gate_up, experts.down
+        kind = _exact(experts.down)
+        self.matrices = [PackedMatrices.pack(x, kind) for x in (self.gate_up, self.down)]
+
+    def forward(self, x: Tensor, counts: Tensor) -> Tensor:
+        """See `Experts.forward`."""
+        rows = counts.tolist()
+        gate_up, down = self.matrices
+        return packed_grouped_linear(
+            apply_gate(packed_grouped_linear(x, gate_up, rows)), down, rows
+        )
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the copies."""
+        return sum(matrices.nbytes for matrices in self.matrices)
+
+    def repack(self) -> None:
+        """Take over the parameters' present values."""
+        for matrices, weights in zip(self.matrices, (self.gate_up, self.down), strict=True):
+            matrices.repack_(weights)
+
+
+class PackedMixture(MixtureOfExperts):
+    """A mixture of experts in which a token's result depends on that token alone.
+
+    Args:
+        mixture: whose parameters to share.
+    """
+
+    router: PackedRouter
+    experts: PackedExperts
+
+    def __init__(self, mixture: MixtureOfExperts) -> None:
+        nn.Module.__init__(self)
+        self.router = PackedRouter(mixture.router)
+        self.experts = PackedExperts(mixture.experts)
+        self.shared = mixture.shared
+
+    def mix(self, outputs: Tensor, weights: Tensor) -> Tensor:
+        """See `MixtureOfExperts.mix`."""
+        return _sum_in_order(outputs * weights.unsqueeze(-1))
+
+
+def _sum_in_order(x: Tensor) -> Tensor:
+    """[N, K, ...] -> [N, ...]. A reduction of the library orders its sums by the tensor's shape."""
+    total = x[:, 0]
+    for index in range(1, x.shape[1]):
+        total = total + x[:, index]
+    return total
 
 
 class PackedProducts:
@@ -48,26 +207,44 @@ class PackedProducts:
         model: its linear layers are replaced in place.
         kind: precision of the copies; "int8" leaves the output projection as it is, which costs
             accuracy most and is read once per pass.
+        row_independent: also replace what is not a linear layer and would let a row depend on
+            others: experts, their routers, and the up-projections of latent attention (`heads`).
+            These, and the prediction layers, keep the model's precision.
     """
 
-    def __init__(self, model: Decoder, kind: Kind) -> None:
+    def __init__(self, model: Decoder, kind: Kind, *, row_independent: bool = False) -> None:
         self._model = model
-        self._layers: list[PackedLinear] = []
-        for parent in list(model.layers.modules()):
-            for name, child in list(parent.named_children()):
-                # Latent up-projections are read as matrices, never called.
-                if isinstance(child, nn.Linear) and name != "kv_up":
-                    # What an indexer ranks by is too fine for 8 bits.
-                    own = _exact(child.weight) if isinstance(parent, Indexer) else kind
-                    packed = PackedLinear(child, own)
-                    setattr(parent, name, packed)
-                    self._layers.append(packed)
-        self._head = PackedMatrix.pack(model.output_weight, _exact(model.output_weight))
+        self._packed: list[PackedLinear | PackedRouter | PackedExperts | PackedHeads] = []
+        self._heads: dict[int, PackedHeads] | None = None
+        if row_independent:
+            self._heads = {}
+            for module in list(model.modules()):
+                if isinstance(module, Block):
+                    self._replace_experts(module)
+                elif isinstance(module, LatentAttention):
+                    self._heads[module.layer] = PackedHeads(module)
+            self._packed += self._heads.values()
+        pages = LargePages()
+        self._replace_linear(model.layers, kind, pages)
+        if row_independent and model.mtp is not None:
+            self._replace_linear(model.mtp, _exact(model.embed.weight), pages)
+        head = model.output_weight
+        self._head = PackedMatrix.pack(head, _exact(head), pages)
 
     @property
     def nbytes(self) -> int:
         """Bytes of all copies."""
-        return self._head.nbytes + sum(layer.matrix.nbytes for layer in self._layers)
+        return self._head.nbytes + sum(packed.nbytes for packed in self._packed)
+
+    @property
+    def heads(self) -> "Mapping[int, PackedHeads] | None":
+        """The up-projections of latent attention by layer; None unless `row_independent`."""
+        return self._heads
+
+    @property
+    def head(self) -> PackedMatrix:
+        """The output projection."""
+        return self._head
 
     def logits(self, hidden: Tensor) -> Tensor:
         """As `Decoder.logits`, for rows [n, D], in float32: rounding them to bfloat16, in steps of
@@ -77,9 +254,25 @@ class PackedProducts:
 
     def repack(self) -> None:
         """Take over the model's present weights."""
-        for layer in self._layers:
-            layer.repack()
+        for packed in self._packed:
+            packed.repack()
         self._head.repack_(cast(Tensor, self._model.output_weight))
+
+    def _replace_experts(self, block: Block) -> None:
+        if isinstance(block.feed_forward, MixtureOfExperts):
+            mixture = block.feed_forward = PackedMixture(block.feed_forward)
+            self._packed += [mixture.router, mixture.experts]
+
+    def _replace_linear(self, root: nn.Module, kind: Kind, pages: LargePages) -> None:
+        for parent in list(root.modules()):
+            for name, child in list(parent.named_children()):
+                # Latent up-projections are read as matrices, never called.
+                if isinstance(child, nn.Linear) and name != "kv_up":
+                    # What an indexer ranks by is too fine for 8 bits.
+                    own = _exact(child.weight) if isinstance(parent, Indexer) else kind
+                    packed = PackedLinear(child, own, pages)
+                    setattr(parent, name, packed)
+                    self._packed.append(packed)
 
 
 def _exact(weight: Tensor) -> Kind:

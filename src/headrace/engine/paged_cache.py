@@ -7,6 +7,7 @@ over everything the tables reach. What a position holds (grouped keys and values
 the subclass's own business.
 """
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -19,6 +20,7 @@ from headrace.model.attention import LatentQuery
 
 _FEW_ROWS = 8
 """Rows of a sequence up to which it counts as decoding."""
+_ALIGNMENT = 64
 
 
 class PagedBatch(NamedTuple):
@@ -90,6 +92,48 @@ class PagedCache(ABC):
         """Bytes of all blocks."""
         return sum(store.nbytes for store in self._stores)
 
+    @property
+    def layout(self) -> tuple[str, ...]:
+        """What a block is of, store by store: "dtype [layers, ...]". Caches of one layout can take
+        over each other's blocks."""
+        return tuple(
+            f"{str(store.dtype).removeprefix('torch.')} {[len(store), *store.shape[2:]]}"
+            for store in self._stores
+        )
+
+    def packed(self, n: int) -> tuple[Tensor, list[Tensor]]:
+        """Room outside the cache for the contents of n blocks, zeros, in one piece of memory.
+
+        Returns:
+            All of it, uint8; and views of it, [layers, n, ...] for each store.
+        """
+        shapes = [(len(store), n, *store.shape[2:]) for store in self._stores]
+        sizes = [
+            math.prod(shape) * store.itemsize
+            for shape, store in zip(shapes, self._stores, strict=True)
+        ]
+        padded = [-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes]
+        memory = torch.zeros(sum(padded), dtype=torch.uint8)
+        views = [
+            part[:size].view(store.dtype).view(shape)
+            for part, size, store, shape in zip(
+                memory.split(padded), sizes, self._stores, shapes, strict=True
+            )
+        ]
+        return memory, views
+
+    def gather(self, blocks: Sequence[int], contents: Sequence[Tensor]) -> None:
+        """Copy n blocks to the views that `packed` gave."""
+        index = torch.tensor(blocks, dtype=torch.int64)
+        for store, content in zip(self._stores, contents, strict=True):
+            torch.index_select(store, 1, index, out=content)
+
+    def scatter(self, blocks: Sequence[int], contents: Sequence[Tensor]) -> None:
+        """Fill n blocks with what `gather` of a cache of this layout gave, [layers, n, ...]."""
+        index = torch.tensor(blocks, dtype=torch.int64)
+        for store, content in zip(self._stores, contents, strict=True):
+            store.index_copy_(1, index, content)
+
     @abstractmethod
     def begin(self, batch: PagedBatch) -> None:
         """The next pass feeds the tokens of `batch`."""
@@ -109,6 +153,14 @@ class PagedCache(ABC):
                 store[:, block].narrow(1 + self._token_dim, 0, tokens) for block in (target, source)
             )
             to.copy_(of)
+
+    def fill_normal(self, blocks: Sequence[int], generator: torch.Generator) -> None:
+        """Random numbers, standard normal, for everything that these blocks hold."""
+        for store in self._stores:
+            for layer in store:
+                layer[blocks] = torch.randn(
+                    (len(blocks), *layer.shape[1:]), generator=generator
+                ).to(layer.dtype)
 
 
 def block_tables(blocks: Sequence[Sequence[int]]) -> Tensor:

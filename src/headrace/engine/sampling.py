@@ -14,7 +14,6 @@ that IEEE 754 rounds exactly; and logarithms of single numbers.
 
 import math
 from collections.abc import Iterator, Sequence
-from enum import IntEnum
 from typing import NamedTuple
 
 import numpy as np
@@ -23,14 +22,10 @@ import torch
 from torch import Tensor
 
 from headrace.engine.adjustments import HeldStops, LogitBias, Penalties
+from headrace.engine.seeds import SEED_MASK, Lane, numbers, streams
 from headrace.engine.types import Alternatives, SamplingParams
 from headrace.ops import draw_tokens, token_logprobs
 
-SEED_MASK = (1 << 64) - 1
-_GAMMA = np.uint64(0x9E3779B97F4A7C15)
-_MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
-_MIX_2 = np.uint64(0x94D049BB133111EB)
-_LANE_STEP = 0xD1342543DE82EF95
 _NUCLEUS_GUESS = 256
 """Most nuclei fit in this many tokens; sorting only these saves sorting a whole vocabulary."""
 _WIDER = 16
@@ -38,61 +33,6 @@ _WIDER = 16
 _BLOCK = 128
 _ONE_LEVEL = 1024
 """Up to this width cumulative sums are taken of single probabilities, above it of blocks."""
-
-
-class Lane(IntEnum):
-    """Unrelated streams of random numbers under one seed, each with its own counter."""
-
-    TOKEN = 0
-    """Draws each sampled token; the counter is the token's index in the output."""
-    CHILD = 1
-    """Seeds of the several outputs of one prompt; the counter is the output's index."""
-    ACCEPT = 2
-    """Accepts or refuses the draft at an output index."""
-    RESIDUAL = 3
-    """Draws what takes a refused draft's place at an output index."""
-    DRAFT = 4
-    """Draws the draft at an output index from the draft model."""
-
-
-def _mix(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """The finaliser of splitmix64 (Steele, Lea, Flood 2014): every input bit moves every output."""
-    x = (x ^ (x >> np.uint64(30))) * _MIX_1
-    x = (x ^ (x >> np.uint64(27))) * _MIX_2
-    return x ^ (x >> np.uint64(31))
-
-
-def _streams(seeds: npt.NDArray[np.uint64], lane: Lane) -> npt.NDArray[np.uint64]:
-    streams = _mix(seeds + _GAMMA)
-    return _mix(streams ^ np.uint64(lane * _LANE_STEP & SEED_MASK)) if lane else streams
-
-
-def _bits(
-    streams: npt.NDArray[np.uint64], counters: npt.NDArray[np.uint64]
-) -> npt.NDArray[np.uint64]:
-    return _mix(streams + counters * _GAMMA)
-
-
-def _unit_interval(bits: npt.NDArray[np.uint64]) -> npt.NDArray[np.float64]:
-    """Only 52 bits are used, so that `u * total` stays strictly below `total` after rounding."""
-    return (bits >> np.uint64(12)).astype(np.float64) * 2.0**-52
-
-
-def uniform(
-    seeds: npt.NDArray[np.uint64], counters: npt.NDArray[np.uint64], lane: Lane = Lane.TOKEN
-) -> npt.NDArray[np.float64]:
-    """Uniform numbers in [0, 1), one per (seed, counter) pair; both [n]."""
-    return _unit_interval(_bits(_streams(seeds, lane), counters))
-
-
-def derive_seed(seed: int, k: int) -> int:
-    """The seed of output k >= 0 of a request that asked for several: in [0, 2^63).
-
-    splitmix64 applied to (seed, lane CHILD, k): a pure function, unrelated for neighbouring seeds
-    and k, and never a number that any token of the request itself is drawn with.
-    """
-    streams = _streams(np.array([seed & SEED_MASK], dtype=np.uint64), Lane.CHILD)
-    return int(_bits(streams, np.array([k], dtype=np.uint64))[0] >> np.uint64(1))
 
 
 class Draw(NamedTuple):
@@ -149,7 +89,7 @@ class SamplingBatch:
         outputs: Sequence[Sequence[int]] | None = None,
     ) -> None:
         masked = np.array([seed & SEED_MASK for seed in seeds], dtype=np.uint64)
-        self._streams = _streams(masked, Lane.TOKEN)
+        self._streams = streams(masked, Lane.TOKEN)
         self._drawn = np.array(drawn, dtype=np.uint64)
         self._temperature = torch.tensor([float(p.temperature) for p in params])
         self._filters = _group_filters(params)
@@ -167,7 +107,7 @@ class SamplingBatch:
         """
         raw = logits.detach().float()
         scores = self._adjusted(raw)
-        draws = _unit_interval(_bits(self._streams, self._drawn))
+        draws = numbers(self._streams, self._drawn)
         ids, logprobs, raw_logprobs = draw_tokens(
             scores, self._temperature, torch.from_numpy(draws)
         )

@@ -208,6 +208,20 @@ class Scheduler:
             for sequence in self._waiting:
                 sequence.length = sequence.prompt_length
 
+    def lend(self, most: int) -> list[int]:
+        """Blocks that no running sequence will soon need, for contents from elsewhere.
+
+        Held prefixes that were not used for longest give way.
+
+        Args:
+            most: how many are wanted.
+
+        Returns:
+            As many as there are, with a reference for the caller.
+        """
+        self._settle()
+        return self._take(max(0, min(most, self._room())))
+
     # -- one pass -------------------------------------------------------------------------------
 
     def plan(self) -> Plan:

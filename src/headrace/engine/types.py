@@ -3,10 +3,12 @@
 Engines know nothing of text, chat templates, sessions' meaning or training.
 """
 
-from typing import Protocol
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
+from headrace.engine.config import UpdatePolicy
 from headrace.rollout.types import FinishReason, Span
 
 Alternatives = tuple[tuple[int, float], ...]
@@ -51,12 +53,16 @@ class SamplingParams(msgspec.Struct, frozen=True):
         seed: makes the request's draws a function of this seed alone; None draws one.
         stop_ids: sampling ends after one of these, which is kept as the last output id. Ids past
             the model's vocabulary do no harm.
+        stop: texts after which sampling ends, at most 16 of 1 to 256 bytes. The bytes of the
+            sampled tokens are searched, not those of the prompt; the token that completes a text is
+            kept as the last output id, with whatever else it spells. Not before min_tokens.
         min_p: in [0, 1]: keep ids at least this share as likely as the likeliest.
         repetition_penalty: in [0.01, 100]; 1 is off, above 1 discourages what was seen.
         presence_penalty: in [-2, 2]; once for every id sampled before.
         frequency_penalty: in [-2, 2]; for each time an id was sampled before.
         logit_bias: id -> number in [-100, 100] added to its logit; -100 all but bans an id.
-        min_tokens: no stop id can be sampled before this many tokens were; <= max_tokens.
+        min_tokens: no stop id can be sampled before this many tokens were, and no stop text ends
+            an output of fewer; <= max_tokens.
         logprobs: how many alternatives to report for each sampled token, 0 to 20.
         prompt_logprobs: None reports nothing of the prompt; k in 0 to 20 its tokens' raw logprobs
             and k alternatives each. All prompt positions are then computed, none reused.
@@ -76,6 +82,7 @@ class SamplingParams(msgspec.Struct, frozen=True):
     min_tokens: int = 0
     logprobs: int = 0
     prompt_logprobs: int | None = None
+    stop: tuple[str, ...] = ()
 
 
 class GenerationRequest(msgspec.Struct, frozen=True):
@@ -88,6 +95,9 @@ class GenerationRequest(msgspec.Struct, frozen=True):
         timeout_s: seconds after arrival at which it ends with FinishReason.DEADLINE.
         session: requests of one session share what is fair for it; "" is a session of its own.
         priority: higher goes first.
+        stream: tokens are told as they are sampled, see `Progress`. Clients set it themselves.
+        resumed: so many of the last prompt ids are output that this very request sampled on another
+            engine. Draws, penalties and min_tokens count on from there; max_tokens is of new ones.
     """
 
     id: str
@@ -96,6 +106,46 @@ class GenerationRequest(msgspec.Struct, frozen=True):
     timeout_s: float = 60.0
     session: str = ""
     priority: int = 0
+    stream: bool = False
+    resumed: int = 0
+
+
+class Progress(msgspec.Struct, frozen=True):
+    """What one request sampled since the last one of these, for those who want to watch.
+
+    Concatenated from the last `restart` on, the tokens are those of the result, which is complete
+    in itself.
+
+    Attributes:
+        id: of the request.
+        ids: sampled ids, oldest first.
+        logprobs: one each, as in `Span`.
+        raw_logprobs: one each, as in `GenerationResult`; empty from engines without them.
+        weight_version: of all of them.
+        restart: forget what was told before: the request began again from its prompt, because of
+            new weights or because its engine had to be replaced. `ids` may be empty then.
+
+    Raises:
+        ValueError: parallel data of different lengths (law L5).
+    """
+
+    id: str
+    ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    raw_logprobs: tuple[float, ...]
+    weight_version: int
+    restart: bool = False
+
+    def __post_init__(self) -> None:
+        if len(self.logprobs) != len(self.ids) or len(self.raw_logprobs) not in (0, len(self.ids)):
+            raise ValueError(
+                f"Progress: {len(self.ids)} ids but {len(self.logprobs)} logprobs and "
+                f"{len(self.raw_logprobs)} raw_logprobs"
+            )
+
+
+OnProgress = Callable[[Progress], None]
+"""Called in the event loop as tokens come; must not block."""
 
 
 class GenerationResult(msgspec.Struct, frozen=True):
@@ -129,6 +179,8 @@ class GenerationResult(msgspec.Struct, frozen=True):
     """Of them, those that became output."""
     preemptions: int = 0
     """How often the request gave up its memory to another and was computed again."""
+    stop: str | None = None
+    """The text of `SamplingParams.stop` that ended it."""
 
     def __post_init__(self) -> None:
         sampled = sum(len(span.ids) for span in self.spans)
@@ -141,6 +193,18 @@ class GenerationResult(msgspec.Struct, frozen=True):
                 f"GenerationResult: {len(self.prompt_logprobs)} prompt_logprobs but "
                 f"{len(self.prompt_alternatives)} prompt_alternatives"
             )
+
+
+class GenerationFailure(NamedTuple):
+    """A request that ended without a result through no fault of its own."""
+
+    id: str
+    code: str
+    message: str
+
+
+Told = GenerationResult | GenerationFailure | Progress
+"""What an engine says of a request: any number of the last, then one of the others."""
 
 
 class EngineError(Exception):
@@ -158,8 +222,8 @@ class EngineError(Exception):
 
 
 class EngineClient(Protocol):
-    """What the gateway holds. Implemented by the process client, by tests' scripted engines and
-    later by vLLM and SGLang adapters."""
+    """An engine as the rest of the system holds it: in its own process, in a thread, or a server
+    of another make."""
 
     @property
     def weight_version(self) -> int:
@@ -171,11 +235,19 @@ class EngineClient(Protocol):
         """Most tokens of prompt + output one request may have."""
         ...
 
-    async def generate(self, request: GenerationRequest) -> GenerationResult:
-        """Run one request to its end.
+    async def generate(
+        self, request: GenerationRequest, on_progress: OnProgress | None = None
+    ) -> GenerationResult:
+        """Run one request to its end. Cancelling this ends the request early.
+
+        Args:
+            request: its id must not be in use.
+            on_progress: told the tokens as they are sampled, before this returns; engines that
+                cannot do so tell all of them at once at the end. What it raises ends the request
+                and is raised here.
 
         Raises:
-            EngineError: refused (invalid, too long, overloaded, closed).
+            EngineError: refused (invalid, too long, overloaded, closed) or failed.
         """
         ...
 
@@ -183,6 +255,26 @@ class EngineClient(Protocol):
         """End a request early; its `generate` returns with FinishReason.ABORTED. Unknown: no-op."""
         ...
 
-    async def load_weights(self, path: str, version: int) -> None:
-        """Switch to the checkpoint directory at `path`, stamped `version`, while requests run."""
+    async def load_weights(
+        self, path: str, version: int, policy: UpdatePolicy = "continue"
+    ) -> None:
+        """Switch to other weights while requests run.
+
+        Args:
+            path: a checkpoint directory, or what else the engine documents.
+            version: their stamp, >= 0.
+            policy: what becomes of running requests.
+
+        Raises:
+            UserError: the weights cannot be read or do not fit; the old ones stay.
+            EngineError: an invalid version or policy, or an engine that cannot do it.
+        """
+        ...
+
+    async def stats(self) -> dict[str, Any]:
+        """Counters and the present load, named as in `EngineStats` where they mean the same."""
+        ...
+
+    async def close(self) -> None:
+        """Let go of the engine. Open requests fail with CLOSED. Safe to repeat."""
         ...

@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from headrace.engine.seeds import derive_seed
 from headrace.engine.types import (
     EngineClient,
     EngineError,
@@ -327,7 +328,9 @@ class Gateway:
                 param="messages",
                 code="context_length_exceeded",
             )
-        seed = turn.seed if turn.seed is not None else _derive_seed(session.seed, ordinal)
+        seed = turn.seed
+        if seed is None and session.seed is not None:
+            seed = derive_seed(session.seed, ordinal)
         sampling = SamplingParams(
             max_tokens=min(turn.max_tokens or self._default_max_tokens, room),
             temperature=turn.temperature,
@@ -476,10 +479,3 @@ def _finish(
     if reason is not FinishReason.STOP:
         return "length"
     return "tool_calls" if "tool_calls" in message else "stop"
-
-
-def _derive_seed(seed: int | None, ordinal: int) -> int | None:
-    if seed is None:
-        return None
-    digest = hashlib.blake2b(f"{seed}:{ordinal}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> 1

@@ -46,6 +46,11 @@ TOKENIZER_FILES = (
 )
 
 
+class HalfLoaded(RuntimeError):
+    """A checkpoint failed when a part of it was already in the model, whose weights are now of no
+    version."""
+
+
 def load_checkpoint(
     path: str | Path,
     *,
@@ -63,10 +68,13 @@ def load_checkpoint(
         UserError: unsupported architecture, or a missing, corrupt or unfitting file.
     """
     model = Decoder(ModelConfig.from_file(path), device=device, dtype=dtype)
-    _copy_weights(model, Path(path))
+    with torch.no_grad():
+        for target, source in _checked_weights(model, Path(path)):
+            target.copy_(source)
     return model
 
 
+@torch.no_grad()
 def load_weights_into(model: Decoder, path: str | Path) -> None:
     """Overwrite the weights of `model` in place with those of a checkpoint; nothing is reallocated.
 
@@ -75,10 +83,23 @@ def load_weights_into(model: Decoder, path: str | Path) -> None:
     as it was.
 
     Raises:
-        UserError: a missing, corrupt or unfitting file, or another architecture than the model's.
+        UserError: a missing, corrupt or unfitting file, or another architecture than the model's;
+            the model is as it was.
+        HalfLoaded: the files failed later than that.
     """
     check_architecture(model.config, ModelConfig.from_file(path), f"checkpoint {path}")
-    _copy_weights(model, Path(path))
+    begun = False
+    try:
+        for target, source in _checked_weights(model, Path(path)):
+            begun = True
+            target.copy_(source)
+    except Exception as error:
+        if not begun:
+            raise
+        raise HalfLoaded(
+            f"checkpoint {path} failed when parts of it were loaded ({error}); "
+            "these weights are of no version"
+        ) from error
 
 
 def check_architecture(running: ModelConfig, config: ModelConfig, what: str) -> None:
@@ -228,9 +249,8 @@ def copy_tokenizer(source: Path, target: Path) -> None:
         shutil.copyfile(source / name, target / name)
 
 
-@torch.no_grad()
-def _copy_weights(model: Decoder, path: Path) -> None:
-    """Check every name and shape of the checkpoint against the model, then copy."""
+def _checked_weights(model: Decoder, path: Path) -> Iterator[tuple[Tensor, Tensor]]:
+    """The model's weights and the checkpoint's, in pairs, once every name and shape is checked."""
     targets = model.hf_tensors()
     with ExitStack() as stack:
         sources: dict[str, Any] = {}
@@ -247,7 +267,7 @@ def _copy_weights(model: Decoder, path: Path) -> None:
                     f"{list(target.shape)}; the two files do not belong together"
                 )
         for name, target in targets.items():
-            target.copy_(sources[name].get_tensor(name))
+            yield target, sources[name].get_tensor(name)
 
 
 def _weight_files(path: Path) -> list[Path]:

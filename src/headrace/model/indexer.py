@@ -9,7 +9,6 @@ Source: DeepSeek-V3.2, eq. 1; GLM-5, arXiv 2602.15763, section 2.1; transformers
 from collections.abc import Iterator
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from headrace.model.attention import IndexQuery
@@ -64,7 +63,7 @@ class Indexer(nn.Module):
         q = self.q_up(q_latent).unflatten(-1, (self.num_heads, self.head_dim))
         k = self.key_norm(self.key(x))
         with torch.autocast(x.device.type, enabled=False):
-            weights = F.linear(x.float(), self.weights.weight) * self.scale
+            weights = self.weights(x.float()) * self.scale
         return IndexQuery(
             q=self._rotate_first(q, rotation),
             k=self._rotate_first(k.unsqueeze(2), rotation).squeeze(2),

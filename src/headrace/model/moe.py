@@ -16,7 +16,8 @@ from headrace.model.feed_forward import SwiGLU, apply_gate
 from headrace.model.step import Step
 from headrace.ops import grouped_matmul
 
-_SMALLEST_SUM = 1e-20
+SMALLEST_SUM = 1e-20
+"""Added to the sum of the chosen scores, which divides them."""
 
 
 class Router(nn.Module):
@@ -47,7 +48,7 @@ class Router(nn.Module):
             scores = F.linear(x.float(), self.weight).sigmoid()
         experts = (scores.detach() + self.bias).topk(self.experts_per_token, dim=-1).indices
         chosen = scores.gather(1, experts)
-        weights = chosen / (chosen.sum(-1, keepdim=True) + _SMALLEST_SUM) * self.scaling
+        weights = chosen / (chosen.sum(-1, keepdim=True) + SMALLEST_SUM) * self.scaling
         return weights, experts, scores
 
 
@@ -110,9 +111,13 @@ class MixtureOfExperts(nn.Module):
         # Back to token order: a sum over K neighbours is deterministic, unlike scattered adds.
         back = torch.empty_like(order)
         back[order] = torch.arange(order.numel(), device=order.device)
-        out = sorted_out[back].unflatten(0, (-1, per_token)) * weights.unsqueeze(-1)
-        out = out.sum(1).to(x.dtype).view_as(x)
+        out = self.mix(sorted_out[back].unflatten(0, (-1, per_token)), weights)
+        out = out.to(x.dtype).view_as(x)
         return out if self.shared is None else out + self.shared(x, step)
+
+    def mix(self, outputs: Tensor, weights: Tensor) -> Tensor:
+        """Weighted sum of what K experts say of each token: [N, K, D], [N, K] -> [N, D]."""
+        return (outputs * weights.unsqueeze(-1)).sum(1)
 
     def residual_outputs(self) -> Iterator[Tensor]:
         """Weights whose output is added to the residual stream (initialised smaller)."""

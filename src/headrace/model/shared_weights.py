@@ -198,7 +198,7 @@ def _write(
             opened.write(bytes(-len(data) % _ALIGNMENT))
             dtype_name = str(kept.dtype).removeprefix("torch.")
             shape = tuple(kept.shape)
-            entries[name] = TensorEntry(dtype_name, shape, offset, len(data), _checksum(data))
+            entries[name] = TensorEntry(dtype_name, shape, offset, len(data), checksum(data))
     return entries
 
 
@@ -432,7 +432,7 @@ def _checksums(mapped: mmap.mmap, entries: Sequence[TensorEntry]) -> list[int]:
     data = memoryview(mapped)
 
     def of(entry: TensorEntry) -> int:
-        return _checksum(data[entry.offset : entry.offset + entry.nbytes])
+        return checksum(data[entry.offset : entry.offset + entry.nbytes])
 
     threads = torch.get_num_threads()
     if threads == 1:
@@ -441,7 +441,7 @@ def _checksums(mapped: mmap.mmap, entries: Sequence[TensorEntry]) -> list[int]:
         return list(pool.map(of, entries))
 
 
-def _checksum(data: memoryview) -> int:
+def checksum(data: memoryview) -> int:
     """64 bits: BLAKE2b of the sums of all rows and all columns of the bytes laid out as a table.
 
     Engines wait while this is computed, and CRC-32 or BLAKE2b of all bytes would take several times

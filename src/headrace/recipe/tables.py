@@ -162,6 +162,10 @@ class EngineTable(Table):
     room for max_running requests of max_context tokens."""
     max_waiting: Positive = 1024
     """Requests queued before new ones are refused."""
+    prefill_cores: Annotated[int, Field(ge=0)] = 0
+    """The last so many of the engine's cores compute prompts in a second engine, with weights and a
+    cache of its own; keys and values cross through shared memory, and long prompts do not slow
+    down running requests. 0 does everything in one engine."""
     weight_transport: Literal["shared", "disk"] = "shared"
     """How a trainer's new weights reach the engine: "shared" through shared memory, checked, and
     only tensors that changed; "disk" by reading the checkpoint that is written in either case."""

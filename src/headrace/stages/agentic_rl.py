@@ -14,6 +14,7 @@ from typing import Any
 
 from headrace.cluster.types import WorkerFailure
 from headrace.engine.client import ProcessEngine
+from headrace.engine.split import SplitEngine
 from headrace.errors import UserError
 from headrace.model.shared_folder import own_folder
 from headrace.recipe import AgenticRlStage
@@ -142,7 +143,7 @@ class _Transport:
     def __init__(
         self,
         context: StageContext,
-        engine: ProcessEngine,
+        engine: ProcessEngine | SplitEngine,
         worker: TrainerGroup,
         folder: Path | None,
     ) -> None:
@@ -178,7 +179,7 @@ class _Transport:
 
 @contextlib.asynccontextmanager
 async def _open_transport(
-    context: StageContext, engine: ProcessEngine, worker: TrainerGroup
+    context: StageContext, engine: ProcessEngine | SplitEngine, worker: TrainerGroup
 ) -> AsyncIterator[_Transport]:
     """A transport for the stage, as the recipe says; nothing of it stays in shared memory."""
     if context.recipe.engine.weight_transport == "disk":
@@ -199,7 +200,7 @@ class _RlObserver:
         stage: AgenticRlStage,
         source: RolloutSource,
         worker: TrainerGroup,
-        engine: ProcessEngine,
+        engine: ProcessEngine | SplitEngine,
     ) -> None:
         self.context = context
         self.stage = stage

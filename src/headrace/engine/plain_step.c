@@ -2,7 +2,7 @@
  *
  * n sequences get one new token each: from embedded tokens to logits, keys and values stored on the
  * way. At this batch the step is bound by reading weights and cache once; run as separate library
- * operations it takes two to three times as long. `compiled.py` builds this file and checks it
+ * operations it takes two to three times as long. `plain_step.py` builds this file and checks it
  * against the decoder it mirrors before it is used; the decoder remains the definition.
  *
  * Matrices come packed: panels of `panel_width()` outputs, each [inputs, panel], the last one padded

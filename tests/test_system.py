@@ -1,0 +1,93 @@
+"""Which cores belong to whom, and which engines a recipe gets."""
+
+from pathlib import Path
+
+import pytest
+
+from headrace import system
+from headrace.cluster.local import LocalCluster
+from headrace.engine.client import ProcessEngine
+from headrace.engine.split import SplitEngine
+from headrace.errors import UserError
+from headrace.recipe import Recipe
+
+
+def recipe(**tables: object) -> Recipe:
+    fields = {
+        "name": "r",
+        "model": {"path": "somewhere"},
+        "stages": [{"kind": "agentic_rl", "name": "rl", "updates": 1}],
+    }
+    return Recipe.model_validate({**fields, **tables})
+
+
+@pytest.fixture(autouse=True)
+def eight_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(system, "available_cores", lambda: tuple(range(8)))
+
+
+@pytest.mark.parametrize(
+    ("cluster", "prefill_cores", "engine", "prefill", "trainer"),
+    [
+        ({}, 0, (0, 1, 2, 3), (), (4, 5, 6, 7)),
+        ({}, 1, (0, 1, 2), (3,), (4, 5, 6, 7)),
+        ({}, 3, (0,), (1, 2, 3), (4, 5, 6, 7)),
+        ({"engine_cores": [6, 2]}, 1, (6,), (2,), (4, 5, 6, 7)),
+        ({"engine_cores": [0, 1], "trainer_cores": [5]}, 1, (0,), (1,), (5,)),
+    ],
+)
+def test_prompts_take_the_last_of_the_engines_cores(
+    cluster: dict[str, object],
+    prefill_cores: int,
+    engine: tuple[int, ...],
+    prefill: tuple[int, ...],
+    trainer: tuple[int, ...],
+) -> None:
+    wanted = recipe(cluster=cluster, engine={"prefill_cores": prefill_cores})
+    assert system.placement(wanted) == system.Placement(engine, trainer, tuple(range(8)), prefill)
+
+
+@pytest.mark.parametrize(
+    ("cluster", "prefill_cores", "message"),
+    [
+        ({}, 4, r"engine.prefill_cores 4: the engine has 4 in all \(0, 1, 2, 3\) .* lower it"),
+        ({"engine_cores": [3]}, 1, r"prefill_cores 1: the engine has 1 .*name more in cluster"),
+        ({"engine_cores": [3, 9]}, 1, "cluster.engine_cores: core 9 is not available"),
+    ],
+)
+def test_cores_that_cannot_be_divided_are_the_users_error(
+    cluster: dict[str, object], prefill_cores: int, message: str
+) -> None:
+    with pytest.raises(UserError, match=message):
+        system.placement(recipe(cluster=cluster, engine={"prefill_cores": prefill_cores}))
+
+
+async def test_a_recipe_gets_one_engine_or_two(tmp_path: Path) -> None:
+    made = []
+    for prefill_cores in (0, 1):
+        wanted = recipe(engine={"prefill_cores": prefill_cores, "max_context": 333})
+        cores = system.placement(wanted)
+        made.append(
+            system._new_engine(
+                wanted,
+                cores,
+                cluster=LocalCluster(),
+                checkpoint=tmp_path,
+                version=3,
+                log_dir=tmp_path,
+            )
+        )
+    one, two = made
+    assert isinstance(one, ProcessEngine)
+    assert isinstance(two, SplitEngine)
+    assert one.max_context == two.max_context == 333
+    assert two.weight_version == 3
+    prefill, decode = two._prefill, two._decode
+    assert isinstance(prefill, ProcessEngine)
+    assert isinstance(decode, ProcessEngine)
+    assert (prefill._cores, prefill._threads) == ((3,), 1)
+    assert (decode._cores, decode._threads) == ((0, 1, 2), 3)
+    assert prefill._config.engine_id != decode._config.engine_id == one._config.engine_id
+    folder = two._files.folder
+    await two.close()
+    assert not folder.exists()
