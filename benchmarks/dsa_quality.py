@@ -15,7 +15,6 @@ naming any fact's value would give; without looking anything up it is 10 ** -dig
 """
 
 import argparse
-import json
 import os
 import statistics
 import tempfile
@@ -38,13 +37,13 @@ from headrace.model.adapt import extend_with_indexer
 from headrace.model.config import IndexerConfig
 from headrace.model.decoder import Decoder
 from headrace.model.presets import preset
-from headrace.observe.machine import describe_machine
 from headrace.tokens.tokenizer import TextTokenizer
 from headrace.tokens.training import train_tokenizer
 from headrace.training.forward import LossConfig
 from headrace.training.streams import TextStream
 from headrace.training.supervised import Budget
 from headrace.training.trainer import OptimizerConfig, Trainer
+from report import fill_sizes, new_parser, print_report
 
 VARIANTS = ("dense", "untrained", "warmup", "adapted", "continued")
 ANSWER_WEIGHT, CONTEXT_WEIGHT = 10.0, 0.02
@@ -313,9 +312,7 @@ def metrics_of(arguments: argparse.Namespace, results: Sequence[Result]) -> dict
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", action="store_true", help="print one JSON object as last line")
-    parser.add_argument("--quick", action="store_true", help="small enough for 50 s on two cores")
+    parser = new_parser(__doc__)
     parser.add_argument("--seeds", type=int)
     parser.add_argument("--length", type=int, help="longest row and scored context")
     parser.add_argument("--topk", type=int)
@@ -342,20 +339,20 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=1, help="of each seed's process")
     parser.add_argument("--workers", type=int, default=len(os.sched_getaffinity(0)))
     arguments = parser.parse_args(argv)
-    for name, small, full in (
-        ("seeds", 1, 2),
-        ("length", 256, 1024),
-        ("topk", 32, 64),
-        ("steps", 60, 900),
-        ("warmup_steps", 10, 80),
-        ("adapt_steps", 10, 100),
-        ("documents_tokens", 50_000, 1_500_000),
-        ("examples", 6, 32),
-        ("held_out_bytes", 20_000, 100_000),
-    ):
-        if getattr(arguments, name) is None:
-            setattr(arguments, name, small if arguments.quick else full)
-    return arguments
+    return fill_sizes(
+        arguments,
+        (
+            ("seeds", 1, 2),
+            ("length", 256, 1024),
+            ("topk", 32, 64),
+            ("steps", 60, 900),
+            ("warmup_steps", 10, 80),
+            ("adapt_steps", 10, 100),
+            ("documents_tokens", 50_000, 1_500_000),
+            ("examples", 6, 32),
+            ("held_out_bytes", 20_000, 100_000),
+        ),
+    )
 
 
 def measure(arguments: argparse.Namespace) -> list[Result]:
@@ -385,19 +382,11 @@ def main() -> None:
     started = time.perf_counter()
     metrics = metrics_of(arguments, measure(arguments))
     metrics["wall_s"] = time.perf_counter() - started
-    report: dict[str, Any] = {
-        "name": "dsa_quality",
-        "machine": describe_machine(),
-        "config": {key: value for key, value in vars(arguments).items() if key != "json"},
-        "metrics": {key: round(value, 4) for key, value in metrics.items()},
-        "notes": "The paper: nearly lossless after adaptation, at another scale. Accuracies are of "
-        "whole answers; their standard error is at most 0.5 / sqrt(examples).",
-    }
-    if arguments.json:
-        print(json.dumps(report))
-    else:
-        for name, value in metrics.items():
-            print(f"{name:28s} {value:.4f}")
+    notes = (
+        "The paper: nearly lossless after adaptation, at another scale. Accuracies are of "
+        "whole answers; their standard error is at most 0.5 / sqrt(examples)."
+    )
+    print_report("dsa_quality", arguments, metrics, notes)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@ Losses are of the main model: what the additional training costs or gains it.
 """
 
 import argparse
-import json
 import os
 import statistics
 import tempfile
@@ -22,7 +21,7 @@ import time
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,20 +30,20 @@ from headrace.data.corpora import open_corpus, sample_texts
 from headrace.data.sources import Framing, SourceSpec, open_source
 from headrace.data.stream import StreamSpec, TokenStream
 from headrace.engine.config import EngineConfig
-from headrace.engine.core import EngineCore, GenerationFailure
-from headrace.engine.types import GenerationRequest, SamplingParams
+from headrace.engine.core import EngineCore
+from headrace.engine.types import GenerationRequest, GenerationResult, SamplingParams
 from headrace.measure.text import bits_per_byte
 from headrace.model.config import MtpConfig
 from headrace.model.decoder import Decoder
 from headrace.model.drafting import DraftRounds, accepted_drafts, play_rounds
 from headrace.model.presets import preset
-from headrace.observe.machine import describe_machine
 from headrace.tokens.tokenizer import TextTokenizer
 from headrace.tokens.training import train_tokenizer
 from headrace.training.forward import LossConfig
 from headrace.training.streams import TextStream
 from headrace.training.supervised import Budget
 from headrace.training.trainer import OptimizerConfig, Trainer
+from report import fill_sizes, new_parser, print_report
 
 VARIANTS = {"shared": MtpConfig(depth=3, shared=True), "single": MtpConfig(depth=1, shared=True)}
 DRAFT_STEPS = 4
@@ -92,8 +91,8 @@ def continue_greedily(model: Decoder, prompts: Tensor, new: int) -> Tensor:
     written = prompts.new_zeros(count, new)
     while core.has_work:
         for result in core.step():
-            if isinstance(result, GenerationFailure):
-                raise RuntimeError(result.message)
+            if not isinstance(result, GenerationResult):
+                raise RuntimeError(str(result))
             ids = [i for span in result.spans for i in span.ids]
             written[int(result.id)] = torch.tensor(ids)
     return torch.cat((prompts, written), dim=1)
@@ -132,11 +131,15 @@ def new_model(arguments: argparse.Namespace, vocabulary: int, mtp: MtpConfig) ->
     return model
 
 
-def run(
-    arguments: argparse.Namespace, tokenizer: TextTokenizer, cache: Path, variant: str, seed: int
-) -> Result:
-    """Train one model and count what its drafts are worth."""
-    model = new_model(arguments, tokenizer.vocab_size, VARIANTS[variant])
+def train(
+    arguments: argparse.Namespace,
+    tokenizer: TextTokenizer,
+    cache: Path,
+    mtp: MtpConfig,
+    seed: int,
+) -> tuple[Decoder, float]:
+    """A model trained on the builtin corpus, in eval mode, and the seconds that took."""
+    model = new_model(arguments, tokenizer.vocab_size, mtp)
     model.init_weights(seed)
     trainer = Trainer(
         model,
@@ -159,8 +162,23 @@ def run(
     started = time.perf_counter()
     for step in range(arguments.steps):
         trainer.supervised_step(stream.next_batch(), budget.rate(step, 0.0))
-    train_s = time.perf_counter() - started
-    model.eval()
+    return model.eval(), time.perf_counter() - started
+
+
+def prepare_tokens(vocabulary: int, cache: Path) -> TextTokenizer:
+    """A tokenizer of the builtin corpus, whose two splits are encoded into `cache`."""
+    texts = sample_texts(open_corpus("builtin"), max_bytes=1 << 20)
+    tokenizer = train_tokenizer(texts, vocabulary)
+    for source in (TRAIN, HELD_OUT):
+        open_source(source, tokenizer, cache_dir=cache)
+    return tokenizer
+
+
+def run(
+    arguments: argparse.Namespace, tokenizer: TextTokenizer, cache: Path, variant: str, seed: int
+) -> Result:
+    """Train one model and count what its drafts are worth."""
+    model, train_s = train(arguments, tokenizer, cache, VARIANTS[variant], seed)
     windows = held_out_windows(arguments, tokenizer, cache)
     prefix = [tokenizer.token_id(token) for token in Framing().begin]
     score = bits_per_byte(
@@ -222,9 +240,7 @@ def start_worker() -> None:
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", action="store_true", help="print one JSON object as last line")
-    parser.add_argument("--quick", action="store_true", help="small enough for 50 s on two cores")
+    parser = new_parser(__doc__)
     parser.add_argument("--seeds", type=int)
     parser.add_argument("--steps", type=int)
     parser.add_argument("--rows", type=int, default=8)
@@ -239,18 +255,17 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--held-out-bytes", type=int)
     parser.add_argument("--workers", type=int, default=len(os.sched_getaffinity(0)))
     arguments = parser.parse_args(argv)
-    quick = arguments.quick
-    for name, small, full in (
-        ("seeds", 1, 2),
-        ("steps", 40, 280),
-        ("hidden", 128, 192),
-        ("layers", 2, 4),
-        ("texts", 128, 768),
-        ("held_out_bytes", 40_000, 400_000),
-    ):
-        if getattr(arguments, name) is None:
-            setattr(arguments, name, small if quick else full)
-    return arguments
+    return fill_sizes(
+        arguments,
+        (
+            ("seeds", 1, 2),
+            ("steps", 40, 280),
+            ("hidden", 128, 192),
+            ("layers", 2, 4),
+            ("texts", 128, 768),
+            ("held_out_bytes", 40_000, 400_000),
+        ),
+    )
 
 
 def measure(arguments: argparse.Namespace) -> dict[str, list[Result]]:
@@ -258,11 +273,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, list[Result]]:
     results: dict[str, list[Result]] = {name: [] for name in VARIANTS}
     with tempfile.TemporaryDirectory() as folder:
         cache = Path(folder)
-        tokenizer = train_tokenizer(
-            sample_texts(open_corpus("builtin"), max_bytes=1 << 20), arguments.vocabulary
-        )
-        for source in (TRAIN, HELD_OUT):
-            open_source(source, tokenizer, cache_dir=cache)
+        tokenizer = prepare_tokens(arguments.vocabulary, cache)
         with ProcessPoolExecutor(
             arguments.workers, get_context("spawn"), initializer=start_worker
         ) as pool:
@@ -288,24 +299,19 @@ def main() -> None:
     started = time.perf_counter()
     metrics = metrics_of(measure(arguments))
     metrics["wall_s"] = time.perf_counter() - started
-    report: dict[str, Any] = {
-        "name": "mtp_sharing",
-        "machine": describe_machine(),
-        "config": {
-            **{key: value for key, value in vars(arguments).items() if key != "json"},
-            "draft_steps": DRAFT_STEPS,
-            "mtp_weight": MTP_WEIGHT,
-            "threads_per_run": 1,
-        },
-        "metrics": {key: round(value, 4) for key, value in metrics.items()},
-        "notes": f"Equal steps, not equal time: see train_s. The paper's ratio is {PAPER_RATIO} "
-        "(2.76 / 2.55) for a model of another size, trained on other text for very much longer.",
-    }
-    if arguments.json:
-        print(json.dumps(report))
-    else:
-        for name, value in metrics.items():
-            print(f"{name:28s} {value:.4f}")
+    notes = (
+        f"Equal steps, not equal time: see train_s. The paper's ratio is {PAPER_RATIO} "
+        "(2.76 / 2.55) for a model of another size, trained on other text for very much longer."
+    )
+    print_report(
+        "mtp_sharing",
+        arguments,
+        metrics,
+        notes,
+        draft_steps=DRAFT_STEPS,
+        mtp_weight=MTP_WEIGHT,
+        threads_per_run=1,
+    )
 
 
 if __name__ == "__main__":

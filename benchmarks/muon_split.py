@@ -13,7 +13,6 @@ held-out batch, measured every few steps: largest over training, mean over seeds
 """
 
 import argparse
-import json
 import math
 import os
 import statistics
@@ -33,8 +32,8 @@ from headrace.model.attention import LatentQuery
 from headrace.model.causal import CausalAttend
 from headrace.model.config import LatentConfig, ModelConfig
 from headrace.model.decoder import Decoder
-from headrace.observe.machine import describe_machine
 from headrace.optim.groups import Algorithm, OptimizerGroups, build_optimizers
+from report import fill_sizes, new_parser, print_report
 
 ALGORITHMS: tuple[Algorithm, ...] = ("adamw", "muon", "muon_split")
 LEARNING_RATES: dict[Algorithm, float] = {"adamw": 4e-3, "muon": 16e-3, "muon_split": 16e-3}
@@ -193,9 +192,7 @@ def runs(arguments: argparse.Namespace) -> Iterator[tuple[Algorithm, int, float,
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", action="store_true", help="print one JSON object as last line")
-    parser.add_argument("--quick", action="store_true", help="small enough for 50 s on two cores")
+    parser = new_parser(__doc__)
     parser.add_argument("--sweep", action="store_true", help="one seed at several learning rates")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int)
@@ -207,12 +204,10 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--workers", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--probe-every", type=int, default=5)
     parser.add_argument("--held-out-batches", type=int)
-    arguments = parser.parse_args()
-    quick = arguments.quick
-    arguments.steps = arguments.steps or (50 if quick else 400)
-    arguments.rows = arguments.rows or (4 if quick else 8)
-    arguments.held_out_batches = arguments.held_out_batches or (4 if quick else 32)
-    return arguments
+    return fill_sizes(
+        parser.parse_args(),
+        (("steps", 50, 400), ("rows", 4, 8), ("held_out_batches", 4, 32)),
+    )
 
 
 def main() -> None:
@@ -246,22 +241,11 @@ def main() -> None:
             for other, split in zip(results[base], results["muon_split"], strict=True)
         )
     metrics["wall_s"] = time.perf_counter() - started
-    report = {
-        "name": "muon_split",
-        "machine": describe_machine(),
-        "config": {
-            **{key: value for key, value in vars(arguments).items() if key != "json"},
-            "learning_rates": LEARNING_RATES,
-        },
-        "metrics": metrics,
-        "notes": "Losses in nats per byte on held-out documents; spread is largest minus smallest "
-        "over seeds. Scaled down from the paper: model size, tokens, head count.",
-    }
-    if arguments.json:
-        print(json.dumps(report))
-    else:
-        for name, value in metrics.items():
-            print(f"{name:28s} {value:.4f}")
+    notes = (
+        "Losses in nats per byte on held-out documents; spread is largest minus smallest "
+        "over seeds. Scaled down from the paper: model size, tokens, head count."
+    )
+    print_report("muon_split", arguments, metrics, notes, learning_rates=LEARNING_RATES)
 
 
 if __name__ == "__main__":

@@ -12,63 +12,33 @@ report's model the layer is one of 79.
 """
 
 import argparse
-import json
 import statistics
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
 
+import msgspec
 import torch
 from torch import Tensor
 
-from headrace.data.corpora import open_corpus, sample_texts
-from headrace.data.sources import open_source
-from headrace.data.stream import StreamSpec, TokenStream
 from headrace.engine.config import EngineConfig
-from headrace.engine.core import EngineCore, GenerationFailure
+from headrace.engine.core import EngineCore
 from headrace.engine.types import GenerationRequest, GenerationResult, SamplingParams
 from headrace.model.config import MtpConfig
 from headrace.model.decoder import Decoder
-from headrace.observe.machine import describe_machine
-from headrace.tokens.training import train_tokenizer
-from headrace.training.forward import LossConfig
-from headrace.training.streams import TextStream
-from headrace.training.supervised import Budget
-from headrace.training.trainer import OptimizerConfig, Trainer
-from mtp_sharing import HELD_OUT, MTP_WEIGHT, TRAIN, held_out_windows, new_model
+from mtp_sharing import held_out_windows, prepare_tokens, train
+from report import fill_sizes, new_parser, print_report
 
 
 def trained(arguments: argparse.Namespace) -> tuple[Decoder, Tensor]:
     """A model, and held-out prompts [texts, prompt]."""
     with tempfile.TemporaryDirectory() as folder:
         cache = Path(folder)
-        tokenizer = train_tokenizer(
-            sample_texts(open_corpus("builtin"), max_bytes=1 << 20), arguments.vocabulary
-        )
-        for source in (TRAIN, HELD_OUT):
-            open_source(source, tokenizer, cache_dir=cache)
-        model = new_model(arguments, tokenizer.vocab_size, MtpConfig(depth=3, shared=True))
-        model.init_weights(0)
-        config = OptimizerConfig(
-            arguments.learning_rate, weight_decay=0.1, algorithm="muon_split", bfloat16=True
-        )
-        trainer = Trainer(model, config, losses=LossConfig(mtp_weight=MTP_WEIGHT))
-        stream = TextStream(
-            TokenStream(
-                StreamSpec((TRAIN,)),
-                tokenizer,
-                arguments.tokens,
-                arguments.rows,
-                seed=0,
-                cache_dir=cache,
-            )
-        )
-        budget = Budget(arguments.steps, None, arguments.learning_rate, arguments.steps // 20, 0.1)
-        for step in range(arguments.steps):
-            trainer.supervised_step(stream.next_batch(), budget.rate(step, 0.0))
+        tokenizer = prepare_tokens(arguments.vocabulary, cache)
+        mtp = MtpConfig(depth=3, shared=True)
+        model, _ = train(arguments, tokenizer, cache, mtp, seed=0)
         windows = held_out_windows(arguments, tokenizer, cache)
-    return model.eval(), windows[:, : arguments.prompt]
+    return model, windows[:, : arguments.prompt]
 
 
 def generate(
@@ -87,8 +57,8 @@ def generate(
         while core.has_work:
             passes += 1
             for ended in core.step():
-                if isinstance(ended, GenerationFailure):
-                    raise RuntimeError(ended.message)
+                if not isinstance(ended, GenerationResult):
+                    raise RuntimeError(str(ended))
                 done[int(ended.id)] = ended
         results += [done[i] for i in sorted(done)]
     return results, time.perf_counter() - started, passes
@@ -104,7 +74,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, float]:
     sizes = EngineConfig(max_running=8, max_context=arguments.prompt + arguments.new, seed=0)
     sides = {
         "plain": EngineCore(model, sizes),
-        "drafting": EngineCore(model, EngineConfig(**{**vars_of(sizes), "draft_tokens": 3})),
+        "drafting": EngineCore(model, msgspec.structs.replace(sizes, draft_tokens=3)),
     }
     metrics: dict[str, float] = {}
     for name, temperature in (("greedy", 0.0), ("sampled", 1.0)):
@@ -135,15 +105,8 @@ def measure(arguments: argparse.Namespace) -> dict[str, float]:
     return metrics
 
 
-def vars_of(config: EngineConfig) -> dict[str, Any]:
-    """Fields and values."""
-    return {name: getattr(config, name) for name in config.__struct_fields__}
-
-
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", action="store_true", help="print one JSON object as last line")
-    parser.add_argument("--quick", action="store_true", help="small enough for 50 s on two cores")
+    parser = new_parser(__doc__)
     parser.add_argument("--steps", type=int)
     parser.add_argument("--rounds", type=int)
     parser.add_argument("--texts", type=int, help="held-out texts")
@@ -156,16 +119,16 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--learning-rate", type=float, default=6e-3)
     parser.add_argument("--prompt", type=int, default=48)
     arguments = parser.parse_args(argv)
-    for name, small, full in (
-        ("steps", 30, 500),
-        ("rounds", 2, 5),
-        ("texts", 8, 24),
-        ("new", 16, 32),
-        ("hidden", 128, 192),
-    ):
-        if getattr(arguments, name) is None:
-            setattr(arguments, name, small if arguments.quick else full)
-    return arguments
+    return fill_sizes(
+        arguments,
+        (
+            ("steps", 30, 500),
+            ("rounds", 2, 5),
+            ("texts", 8, 24),
+            ("new", 16, 32),
+            ("hidden", 128, 192),
+        ),
+    )
 
 
 def main() -> None:
@@ -173,23 +136,13 @@ def main() -> None:
     started = time.perf_counter()
     metrics = measure(arguments)
     metrics["wall_s"] = time.perf_counter() - started
-    report = {
-        "name": "speculative",
-        "machine": describe_machine(),
-        "config": {
-            **{key: value for key, value in vars(arguments).items() if key != "json"},
-            "draft_tokens": 3,
-            "threads": torch.get_num_threads(),
-        },
-        "metrics": {key: round(value, 4) for key, value in metrics.items()},
-        "notes": "Texts may differ where two likeliest tokens tie to the last bits (same_texts). "
-        "Scaled down: a model of a few million parameters after minutes of training.",
-    }
-    if arguments.json:
-        print(json.dumps(report))
-    else:
-        for name, value in metrics.items():
-            print(f"{name:28s} {value:.4f}")
+    notes = (
+        "Texts may differ where two likeliest tokens tie to the last bits (same_texts). "
+        "Scaled down: a model of a few million parameters after minutes of training."
+    )
+    print_report(
+        "speculative", arguments, metrics, notes, draft_tokens=3, threads=torch.get_num_threads()
+    )
 
 
 if __name__ == "__main__":

@@ -29,7 +29,6 @@ from transformers.utils import logging
 
 from headrace.errors import UserError
 from headrace.model.checkpoint import load_checkpoint, save_checkpoint
-from headrace.model.config import ModelConfig
 from headrace.model.decoder import Decoder
 from headrace.model.gguf_import import SMOLLM2, resolve_model
 from headrace.model.presets import preset
@@ -38,20 +37,9 @@ from headrace.training.batch import Sample, supervised_sample
 from headrace.training.forward import LossConfig
 from headrace.training.meters import StepMeter, matmul_rate
 from headrace.training.trainer import OptimizerConfig, Trainer
+from smollm2 import random_smollm2
 
 LEARNING_RATE = 1e-5
-SMOLLM2_SHAPE = ModelConfig(
-    vocab_size=49152,
-    hidden_size=576,
-    intermediate_size=1536,
-    num_layers=30,
-    num_heads=9,
-    num_kv_heads=3,
-    head_dim=64,
-    max_positions=8192,
-    rope_theta=100000.0,
-    tie_embeddings=True,
-)
 
 
 class Setting(NamedTuple):
@@ -78,17 +66,13 @@ def load_smollm2() -> Decoder:
         return load_checkpoint(resolve_model(SMOLLM2))
     except UserError as error:
         print(f"random weights instead of SmolLM2: {error}", flush=True)
-        return _random(SMOLLM2_SHAPE)
-
-
-def _random(config: ModelConfig) -> Decoder:
-    model = Decoder(config)
-    model.init_weights(0)
-    return model
+        return random_smollm2()
 
 
 def _tiny() -> Decoder:
-    return _random(preset("glm5-tiny"))
+    model = Decoder(preset("glm5-tiny"))
+    model.init_weights(0)
+    return model
 
 
 # Documents no longer than glm5-tiny's top-k: transformers' choice among equal index scores differs.

@@ -1,33 +1,14 @@
 """The parts of the language-model benchmarks that compute without training."""
 
-import importlib.util
-import sys
-from pathlib import Path
-from types import ModuleType
-
 import pytest
 import torch
 
+import dsa_quality
+import mtp_sharing
 from headrace.data.retrieval import FILLER, retrieval_examples
 from headrace.model.decoder import Decoder
 from headrace.model.drafting import DraftRounds
 from headrace.tokens.training import train_tokenizer
-
-BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
-
-
-def load(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(f"benchmark_{name}", BENCHMARKS / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-mtp_sharing = load("mtp_sharing")
-dsa_quality = load("dsa_quality")
 
 
 def test_repeated_share_counts_tokens_after_the_prompt() -> None:
