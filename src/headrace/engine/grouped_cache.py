@@ -31,8 +31,8 @@ class GroupedCache(PagedCache):
         dtype: torch.dtype,
     ) -> None:
         shape = (layers, blocks, kv_heads, block_tokens, head_dim)
-        # Zeros, not empty: pages that no sequence ever reaches stay uncommitted. Large ones, since a
-        # long context is spread over more small ones than a processor has in mind.
+        # Zeros, not empty: pages that no sequence ever reaches stay uncommitted. Large ones, since
+        # a long context is spread over more small ones than a processor has in mind.
         pages = LargePages()
         self.keys, self.values = (pages.zeros(shape, dtype) for _ in range(2))
         super().__init__(blocks, block_tokens, (self.keys, self.values), token_dim=1)
