@@ -52,7 +52,8 @@ class BlockPool:
         if n > len(self._free):
             return None
         first = len(self._free) - n
-        taken = self._free[first:]
+        # Those that lie side by side, in order: neighbours can be read as one piece.
+        taken = sorted(self._free[first:])
         del self._free[first:]
         for block in taken:
             self._references[block] = 1

@@ -134,11 +134,11 @@ class LatentCache(PagedCache):
             chosen = select_topk(
                 index.q[0],
                 index.weights[0],
-                self._flat_index_keys[layer][held.rows],
+                held.of_store(self._flat_index_keys[layer]),
                 held.layout,
                 query.topk,
             )
-            rows = held.rows.to(torch.int32)[chosen.clamp(min=0).long()]
+            rows = held.rows[chosen.clamp(min=0).long()].to(torch.int32)
             self._selection = torch.where(chosen < 0, chosen, rows)
         if self._selection is None:
             raise ValueError(f"layer {layer} shares a selection and no layer before it made one")
@@ -194,6 +194,15 @@ class _Held:
     def __init__(self, rows: Tensor, layout: Layout) -> None:
         self.rows = rows
         self.layout = layout
+        first = int(rows[0])
+        # Blocks given out one after the other lie side by side, and need not be copied together.
+        self._run: slice | None = None
+        if int(rows[-1]) - first == len(rows) - 1 and bool((rows.diff() == 1).all()):
+            self._run = slice(first, first + len(rows))
+
+    def of_store(self, store: Tensor) -> Tensor:
+        """These rows of a store [rows, ...], in order."""
+        return store[self.rows] if self._run is None else store[self._run]
 
     @classmethod
     def of(cls, batch: PagedBatch, slots: Tensor, first: int) -> "_Held":

@@ -216,13 +216,16 @@ class PackedProducts:
         self._model = model
         self._packed: list[PackedLinear | PackedRouter | PackedExperts | PackedHeads] = []
         self._heads: dict[int, PackedHeads] | None = None
+        for module in list(model.modules()):
+            # A decoding step's few rows each read whole experts: the packed ones at full speed.
+            if isinstance(module, Block) and (row_independent or kind != "float32"):
+                self._replace_experts(module)
         if row_independent:
-            self._heads = {}
-            for module in list(model.modules()):
-                if isinstance(module, Block):
-                    self._replace_experts(module)
-                elif isinstance(module, LatentAttention):
-                    self._heads[module.layer] = PackedHeads(module)
+            self._heads = {
+                module.layer: PackedHeads(module)
+                for module in model.modules()
+                if isinstance(module, LatentAttention)
+            }
             self._packed += self._heads.values()
         pages = LargePages()
         self._replace_linear(model.layers, kind, pages)
