@@ -22,7 +22,7 @@ from headrace.engine.doorway import Limits
 from headrace.errors import UserError
 from headrace.http_server import HttpServer
 from headrace.model.config import ModelConfig
-from headrace.serving import find_checkpoint
+from headrace.serving import DECODE_SLOWDOWN, find_checkpoint
 
 _DEFAULT_CONTEXT = 2048
 """Tokens per request unless asked for more: the cache is sized by it."""
@@ -68,6 +68,7 @@ def engine_config(checkpoint: Path, options: EngineOptions) -> EngineConfig:
         max_waiting=options.max_waiting,
         cache_tokens=options.cache_tokens,
         dtype=options.dtype,
+        decode_slowdown=DECODE_SLOWDOWN,
         weights=options.weights,
         draft_tokens=options.draft_tokens,
     )

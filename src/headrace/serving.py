@@ -37,6 +37,8 @@ from headrace.gateway.sessions import Gateway
 from headrace.model.config import ModelConfig
 from headrace.tokens.renderer import create_renderer
 
+DECODE_SLOWDOWN = 4.0
+"""Times that a step may take longer because of somebody else's long prompt."""
 _DEFAULT_CONTEXT = 2048
 """Tokens per request unless asked for more: the cache is sized by it."""
 
@@ -150,6 +152,7 @@ def engine_config(checkpoint: Path, options: ServeOptions) -> EngineConfig:
         max_context=context,
         max_waiting=options.max_waiting,
         dtype=options.dtype,
+        decode_slowdown=DECODE_SLOWDOWN,
     )
 
 

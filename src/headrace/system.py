@@ -202,6 +202,7 @@ def _new_engine(
                 dtype=recipe.engine.dtype,
                 weights=recipe.engine.weights,
                 draft_tokens=recipe.engine.draft_tokens,
+                decode_slowdown=recipe.engine.decode_slowdown,
                 deterministic=recipe.engine.deterministic,
                 seed=recipe.seed,
             ),

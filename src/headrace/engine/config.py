@@ -24,6 +24,9 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         block_tokens: tokens of one block of the cache, the unit it is given out in.
         prefill_tokens: most prompt tokens computed per step while anything decodes, so that long
             prompts delay running requests by a bounded time.
+        decode_slowdown: how many times longer a step may take because of the prompts computed in
+            it: chunks of prompts follow the clock, between 16 and prefill_tokens. 0 bounds their
+            tokens alone, and what is computed together does not depend on time.
         step_tokens: most tokens of a step; 0 is room for all running requests with their drafts
             and for prefill_tokens.
         dtype: "float32" or "bfloat16", of weights and cache.
@@ -46,6 +49,7 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     cache_tokens: int = 0
     block_tokens: int = 16
     prefill_tokens: int = 512
+    decode_slowdown: float = 0.0
     step_tokens: int = 0
     dtype: str = "float32"
     weights: str = "same"
@@ -61,6 +65,10 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         for name in ("cache_tokens", "step_tokens", "draft_tokens"):
             if getattr(self, name) < 0:
                 raise ValueError(f"EngineConfig: {name} is {getattr(self, name)}; it must be >= 0")
+        if self.decode_slowdown and not 1 < self.decode_slowdown < float("inf"):
+            raise ValueError(
+                f"EngineConfig: decode_slowdown is {self.decode_slowdown}; use more than 1, or 0"
+            )
         if self.max_context < 2:
             raise ValueError("EngineConfig: max_context must hold a prompt and an output token")
         if 0 < self.step_tokens <= self.max_running:

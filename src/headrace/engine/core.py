@@ -35,6 +35,7 @@ from headrace.engine.grouped_cache import GroupedCache
 from headrace.engine.kv_transfer import Handovers
 from headrace.engine.latent_cache import HeadProducts, LatentCache
 from headrace.engine.live import Live, Row
+from headrace.engine.pacing import Pacer
 from headrace.engine.packed_model import PackedProducts
 from headrace.engine.paged_cache import PagedBatch, PagedCache, block_tables
 from headrace.engine.plain_step import PlainStep
@@ -120,6 +121,10 @@ class EngineCore:
             step_tokens=config.pass_tokens,
             prefill_tokens=config.prefill_tokens,
         )
+        self._pacer = None
+        if config.decode_slowdown:
+            most = config.prefill_tokens
+            self._pacer = Pacer(config.decode_slowdown, least=min(16, most), most=most)
         self._open: dict[str, Live] = {}
         self._told: list[Told] = []
         self._deadlines: list[tuple[float, str]] = []
@@ -298,13 +303,23 @@ class EngineCore:
         """
         started = time.perf_counter()
         self._expire()
+        pacer = self._pacer
+        if pacer is not None:
+            self._scheduler.beside = pacer.tokens
         plan = self._scheduler.plan()
         for copy in plan.copies:
             self._cache.copy(copy.source, copy.target, copy.tokens)
+        decoding = prompt_tokens = 0
+        if pacer is not None:
+            decoding = sum(chunk.sequence.decoding for chunk in plan.chunks)
+            prompt_tokens = sum(chunk.count for chunk in plan.chunks[decoding:])
         if plan.chunks:
             with row_independent() if self.config.deterministic else nullcontext():
                 self._compute(plan.chunks)
-        self._stats.busy_s += time.perf_counter() - started
+        seconds = time.perf_counter() - started
+        if pacer is not None:
+            pacer.passed(seconds, decoding=decoding, prompt_tokens=prompt_tokens)
+        self._stats.busy_s += seconds
         return self.collect()
 
     # -- ending ---------------------------------------------------------------------------------

@@ -80,6 +80,9 @@ class Scheduler:
         self._max_context = max_context
         self._step_tokens = step_tokens
         self._prefill_tokens = prefill_tokens
+        self.beside = prefill_tokens
+        """Prompt tokens that the next pass may compute if something decodes; its owner may lower
+        it."""
         self._shares = FairShare()
         self._waiting: dict[Sequence, None] = {}
         self._prefilling: list[Sequence] = []
@@ -241,7 +244,7 @@ class Scheduler:
         drafts = self._make_room_for_drafts()
         budget = self._step_tokens - len(self._decoding) - drafts
         if self._decoding:
-            budget = min(budget, self._prefill_tokens)
+            budget = min(budget, self.beside)
         copies: list[Copy] = []
         prefills: list[Chunk] = []
         if self._prefilling or self._waiting:

@@ -2,7 +2,7 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 Positive = Annotated[int, Field(ge=1)]
@@ -162,6 +162,9 @@ class EngineTable(Table):
     room for max_running requests of max_context tokens."""
     max_waiting: Positive = 1024
     """Requests queued before new ones are refused."""
+    decode_slowdown: Annotated[float, Field(ge=0.0)] = 0.0
+    """How many times longer a step may take because of prompts computed in it; chunks of prompts
+    then follow the clock. 0 bounds their tokens alone (512)."""
     prefill_cores: Annotated[int, Field(ge=0)] = 0
     """The last so many of the engine's cores compute prompts in a second engine, with weights and a
     cache of its own; keys and values cross through shared memory, and long prompts do not slow
@@ -169,6 +172,13 @@ class EngineTable(Table):
     weight_transport: Literal["shared", "disk"] = "shared"
     """How a trainer's new weights reach the engine: "shared" through shared memory, checked, and
     only tensors that changed; "disk" by reading the checkpoint that is written in either case."""
+
+    @field_validator("decode_slowdown")
+    @classmethod
+    def _exceeds_one(cls, factor: float) -> float:
+        if 0 < factor <= 1:
+            raise ValueError(f"{factor:g} leaves no time for prompts; use more than 1, or 0")
+        return factor
 
 
 class GatewayTable(Table):

@@ -10,7 +10,7 @@
 namespace headrace {
 namespace {
 
-constexpr int64_t kTileRows = 64;   // query rows that share what is loaded of a chunk of keys
+constexpr int64_t kTileRows = 384;   // query rows that share what is loaded of a chunk of keys
 constexpr int64_t kSplitRows = 16;  // with more rows than this, one sequence has tiles enough
 constexpr int64_t kGrain = 1 << 18;  // cost that is worth waking another thread
 
