@@ -319,7 +319,7 @@ def parse(renderer: ChatRenderer, text: str) -> Expected:
             "ok",
             [("other", {"x": [1, 2]}), ("bash", {})],
         ),
-        ("<tool_call>bash</tool_call>", "truncated", []),
+        ("<tool_call>bash</tool_call>", "truncated", [("bash", {})]),
         ("<tool_call></tool_call><|observation|>", "malformed", []),
         ("<tool_call>bash<|observation|>", "malformed", []),
         ("bash</tool_call><|observation|>", "malformed", []),

@@ -296,7 +296,7 @@ def test_parsing_follows_the_prompt_whatever_the_options():
 def test_thinking_that_never_ends_is_malformed():
     prompt = GLM.render([user("a")], [])
     parsed = GLM.parse(prompt, TOKENIZER.encode("I count<|user|>"), [])
-    assert (parsed.state, parsed.content, parsed.reasoning) == ("malformed", "I count", None)
+    assert (parsed.state, parsed.content, parsed.reasoning) == ("malformed", "", "I count")
 
 
 # ---------------------------------------------------------------- refusals

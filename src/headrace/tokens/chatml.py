@@ -3,25 +3,48 @@
 Turns follow the checkpoint's jinja template, which is compared with this code when the renderer is
 made, default system prompt included. Tools are described in the system turn, called Hermes-style
 (`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`) and answered in a user turn
-(`<tool_response>...</tool_response>`).
+(`<tool_response>...</tool_response>`). "chatml-xml" writes calls as <invoke> elements instead. A
+model that begins with `<think>...</think>` is understood, and its thinking stays in the context.
 """
 
 import re
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal
 
 import msgspec
 
 from headrace.errors import UserError
-from headrace.rollout.types import ParseState
-from headrace.tokens.messages import Message, call_arguments
-from headrace.tokens.renderer import ParsedCall, ParsedMessage
+from headrace.tokens.calls import (
+    invocation_example,
+    json_example,
+    read_invocations,
+    read_json_call,
+)
+from headrace.tokens.detokenise import TokenBytes
+from headrace.tokens.lexer import Tags
+from headrace.tokens.message_builder import Spaces
+from headrace.tokens.messages import Message, call_arguments, message_parts
+from headrace.tokens.parsed import ParsedCall, ParsedMessage
+from headrace.tokens.reader import Block, Grammar, TaggedReader, read_whole
+from headrace.tokens.schema import Tool
 from headrace.tokens.tokenizer import TextTokenizer
 
 _START, _END = "<|im_start|>", "<|im_end|>"
-_CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
-_TAG = re.compile(r"</?tool_call>")
-_CALL_FORMAT = '<tool_call>{"name": "tool", "arguments": {"key": "value"}}</tool_call>'
+_THINK, _THINK_END = "<think>", "</think>"
+_XML_TAGS = ("<invoke name=", "</invoke>", "<parameter name=", "</parameter>")
+
+CallFormat = Literal["json", "xml"]
+"""How a call is written: Hermes-style JSON in <tool_call>, or <invoke> in <function_calls>."""
+
+_CALL_TAGS: dict[CallFormat, tuple[str, str]] = {
+    "json": ("<tool_call>", "</tool_call>"),
+    "xml": ("<function_calls>", "</function_calls>"),
+}
+_SHOWN_CALLS: dict[CallFormat, str] = {
+    "json": '<tool_call>{"name": "tool", "arguments": {"key": "value"}}</tool_call>',
+    "xml": '<function_calls><invoke name="tool"><parameter name="key">value</parameter></invoke>'
+    "</function_calls>",
+}
 
 
 class TemplateRenderer:
@@ -31,10 +54,12 @@ class TemplateRenderer:
     merged with the role line before it, so prompts, sampled text and training ids line up exactly.
     """
 
-    id = "chatml"
-
-    def __init__(self, tokenizer: TextTokenizer) -> None:
+    def __init__(self, tokenizer: TextTokenizer, calls: CallFormat = "json") -> None:
         """
+        Args:
+            tokenizer: the checkpoint's tokenizer.
+            calls: how tool calls are written.
+
         Raises:
             UserError: the checkpoint has no ChatML tokens or template.
         """
@@ -44,8 +69,11 @@ class TemplateRenderer:
                 f"renderer 'chatml': the chat template of {tokenizer.name_or_path!r} is not "
                 "plain ChatML; name another renderer (glm-5, qwen3, ...)"
             )
+        self.id = "chatml" if calls == "json" else f"chatml-{calls}"
         self.tokenizer = tokenizer
         self.vocab_size = tokenizer.vocab_size
+        self.think_end_id = tokenizer.special_ids.get(_THINK_END)
+        self._calls: CallFormat = calls
         self._default_system = default_system
         self._start = tokenizer.special_ids[_START]
         self._end = tokenizer.special_ids[_END]
@@ -56,6 +84,29 @@ class TemplateRenderer:
             role: [self._start, *tokenizer.encode_text(f"{role}\n")]
             for role in ("system", "user", "assistant")
         }
+        self._grammar = self._make_grammar()
+
+    def _make_grammar(self) -> Grammar:
+        opener, closer = _CALL_TAGS[self._calls]
+        literals = [_THINK, _THINK_END, opener, closer]
+        literals += _XML_TAGS if self._calls == "xml" else ()
+        special = self.tokenizer.special_ids
+        atoms = {special[tag]: tag for tag in (*literals, _START) if tag in special}
+        atoms |= {token: self.tokenizer.decode([token]) for token in self.stop_ids}
+
+        return Grammar(
+            tags=Tags(TokenBytes(self.tokenizer), atoms, literals),
+            call=opener,
+            call_end=closer,
+            read_block=_read_xml if self._calls == "xml" else _read_json,
+            example=invocation_example if self._calls == "xml" else _hermes_example,
+            stop_ids=frozenset(self.stop_ids),
+            decode=self.tokenizer.decode,
+            think=_THINK,
+            think_end=_THINK_END,
+            think_anywhere=False,
+            spaces=Spaces.KEPT_WITHOUT_CALLS,
+        )
 
     @staticmethod
     def fits(tokenizer: TextTokenizer) -> bool:
@@ -102,7 +153,7 @@ class TemplateRenderer:
         if messages and messages[0]["role"] in ("system", "developer"):
             system, rest = messages[0]["content"], messages[1:]
         if tools:
-            system = "\n".join(filter(None, [system, describe_tools(tools)]))
+            system = "\n".join(filter(None, [system, describe_tools(tools, self._calls)]))
         ids: list[int] = []
         if system or len(rest) < len(messages):
             ids += self._turn({"role": "system", "content": system})
@@ -131,19 +182,46 @@ class TemplateRenderer:
 
     def _assistant_text(self, message: Message) -> list[int]:
         """What the model samples before its stop token."""
-        text = message["content"]
         ids: list[int] = []
-        for call in message.get("tool_calls", ()):
-            body = _call_json(call["function"])
-            opener = self.tokenizer.special_ids.get("<tool_call>")
-            closer = self.tokenizer.special_ids.get("</tool_call>")
-            if opener is None or closer is None:
-                text += f"<tool_call>{body}</tool_call>"
+        text = ""
+        for piece, is_tag in self._assistant_pieces(message):
+            token = self.tokenizer.special_ids.get(piece) if is_tag else None
+            if token is None:
+                text += piece
             else:
-                ids += [*self.tokenizer.encode_text(text), opener]
-                ids += [*self.tokenizer.encode_text(body), closer]
+                ids += [*self.tokenizer.encode_text(text), token]
                 text = ""
         return ids + self.tokenizer.encode_text(text)
+
+    def _assistant_pieces(self, message: Message) -> Iterator[tuple[str, bool]]:
+        """Texts, and tags that may be tokens of their own (True)."""
+        opener, closer = _CALL_TAGS[self._calls]
+        for part in message_parts(message):
+            if "reasoning_content" in part:
+                yield _THINK, True
+                yield f"\n{part['reasoning_content']}\n", False
+                yield _THINK_END, True
+                yield "\n\n", False
+            yield part["content"], False
+            for call in part.get("tool_calls", ()):
+                yield opener, True
+                yield self._call_text(call["function"]), False
+                yield closer, True
+
+    def _call_text(self, function: dict[str, Any]) -> str:
+        if self._calls == "json":
+            return _call_json(function)
+        arguments = call_arguments(function["arguments"])
+        if arguments is None:  # a client made it up; show the model what was written
+            arguments = {"arguments": function["arguments"]}
+        texts = {
+            key: value if isinstance(value, str) else msgspec.json.encode(value).decode()
+            for key, value in arguments.items()
+        }
+        parameters = "".join(
+            f'<parameter name="{key}">{text}</parameter>' for key, text in texts.items()
+        )
+        return f'<invoke name="{function["name"]}">{parameters}</invoke>'
 
     # ------------------------------------------------------------------ ids to a message
 
@@ -156,22 +234,25 @@ class TemplateRenderer:
         completion_ids: Sequence[int],
         tools: Sequence[dict[str, Any]],
     ) -> ParsedMessage:
-        stopped = bool(completion_ids) and completion_ids[-1] in self.stop_ids
-        body = list(completion_ids[:-1] if stopped else completion_ids)
-        raw = self.decode(body)
-        if not stopped:
-            return ParsedMessage(raw, None, (), ParseState.TRUNCATED, raw)
-        content = _CALL.sub("", raw)
-        calls = [_read_call(match.group(1)) for match in _CALL.finditer(raw)]
-        if self._start in body or _TAG.search(content) or None in calls:
-            return ParsedMessage(raw, None, (), ParseState.MALFORMED, raw)
-        readable = tuple(call for call in calls if call is not None)
-        return ParsedMessage(
-            content.strip() if readable else content, None, readable, ParseState.OK, raw
-        )
+        return read_whole(self.reader(prompt_ids, tools), completion_ids)
+
+    def reader(self, prompt_ids: Sequence[int], tools: Sequence[dict[str, Any]]) -> TaggedReader:
+        del prompt_ids  # every turn begins alike
+        return TaggedReader(self._grammar, tools)
+
+    def close_thinking(self, prompt_ids: Sequence[int], sampled_ids: Sequence[int]) -> list[int]:
+        reader = self.reader(prompt_ids, ())
+        reader.feed(sampled_ids)
+        if not reader.thinks:
+            return []
+        end = self.tokenizer.special_ids.get(_THINK_END)
+        if end is None:
+            return self.tokenizer.encode_text(f"\n{_THINK_END}\n\n")
+        encode = self.tokenizer.encode_text
+        return [*encode("\n"), end, *encode("\n\n")]
 
 
-def describe_tools(tools: Sequence[dict[str, Any]]) -> str:
+def describe_tools(tools: Sequence[dict[str, Any]], calls: CallFormat = "json") -> str:
     """A few lines that tell a model which tools there are and how to call one."""
     lines = ["Tools:"]
     for tool in tools:
@@ -184,7 +265,7 @@ def describe_tools(tools: Sequence[dict[str, Any]]) -> str:
         )
         about = function.get("description")
         lines.append(f"{function['name']}({arguments})" + (f": {about}" if about else ""))
-    lines.append(f"Call one with {_CALL_FORMAT}")
+    lines.append(f"Call one with {_SHOWN_CALLS[calls]}")
     return "\n".join(lines)
 
 
@@ -196,15 +277,16 @@ def _call_json(function: dict[str, Any]) -> str:
     return msgspec.json.format(call, indent=0).decode()
 
 
-def _read_call(text: str) -> ParsedCall | None:
-    call = call_arguments(text)
-    name = call.get("name") if call else None
-    arguments = call.get("arguments", {}) if call else None
-    if isinstance(arguments, str):
-        arguments = call_arguments(arguments)
-    if not isinstance(name, str) or not name or not isinstance(arguments, dict):
-        return None
-    return ParsedCall(name, msgspec.json.encode(arguments).decode())
+def _read_json(block: Block, tools: dict[str, Tool]) -> list[ParsedCall]:
+    return [read_json_call(block.text, tools)]
+
+
+def _read_xml(block: Block, tools: dict[str, Tool]) -> list[ParsedCall]:
+    return read_invocations(block.text, tools)
+
+
+def _hermes_example(tool: Tool | None) -> str:
+    return f"<tool_call>{json_example(tool)}</tool_call>"
 
 
 _PROBE = [("user", "a"), ("assistant", "b"), ("user", "c")]

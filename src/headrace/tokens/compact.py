@@ -15,14 +15,15 @@ from typing import Any
 import msgspec
 
 from headrace.errors import UserError
-from headrace.rollout.types import ParseState
-from headrace.tokens.messages import Message, call_arguments, parameter_types, tool_names
-from headrace.tokens.renderer import ParsedCall, ParsedMessage
+from headrace.tokens.calls import read_tagged_call, tagged_example
+from headrace.tokens.detokenise import TokenBytes
+from headrace.tokens.lexer import Tags
+from headrace.tokens.message_builder import Spaces
+from headrace.tokens.messages import Message, call_arguments, tool_names
+from headrace.tokens.parsed import ParsedCall, ParsedMessage
+from headrace.tokens.reader import Block, Grammar, TaggedReader, read_whole
+from headrace.tokens.schema import Tool
 from headrace.tokens.tokenizer import TextTokenizer
-
-
-class _MalformedError(Exception):
-    """The completion does not follow the grammar."""
 
 
 class CompactRenderer:
@@ -59,7 +60,18 @@ class CompactRenderer:
             "user": self._user,
             "tool": self._observation,
         }
-        self._special = frozenset(tokenizer.special_ids.values())
+        self.think_end_id: int | None = None
+        atoms = {token: literal for literal, token in tokenizer.special_ids.items()}
+        self._grammar = Grammar(
+            tags=Tags(TokenBytes(tokenizer), atoms),
+            call="<tool_call>",
+            call_end="</tool_call>",
+            read_block=_read_block,
+            example=tagged_example,
+            stop_ids=frozenset(self.stop_ids),
+            decode=tokenizer.decode,
+            spaces=Spaces.KEPT,
+        )
 
     def _require(self, token: str) -> int:
         found = self.tokenizer.special_ids.get(token)
@@ -171,67 +183,16 @@ class CompactRenderer:
         completion_ids: Sequence[int],
         tools: Sequence[dict[str, Any]],
     ) -> ParsedMessage:
-        stopped = bool(completion_ids) and completion_ids[-1] in self.stop_ids
-        body = list(completion_ids[:-1] if stopped else completion_ids)
-        raw = self.decode(body)
-        if not stopped:
-            return ParsedMessage(raw, None, (), ParseState.TRUNCATED, raw)
-        try:
-            content, calls = self._read(body, tools)
-        except _MalformedError:
-            return ParsedMessage(raw, None, (), ParseState.MALFORMED, raw)
-        return ParsedMessage(content, None, tuple(calls), ParseState.OK, raw)
+        return read_whole(self.reader(prompt_ids, tools), completion_ids)
 
-    def _read(
-        self, body: list[int], tools: Sequence[dict[str, Any]]
-    ) -> tuple[str, list[ParsedCall]]:
-        """message := text (CALL text)*; any other special token is malformed."""
-        at, content = self._text(body, 0)
-        calls: list[ParsedCall] = []
-        while at < len(body):
-            at, call = self._read_call(body, at, tools)
-            calls.append(call)
-            at, text = self._text(body, at)
-            content += text
-        return content, calls
+    def reader(self, prompt_ids: Sequence[int], tools: Sequence[dict[str, Any]]) -> TaggedReader:
+        del prompt_ids  # every turn begins alike
+        return TaggedReader(self._grammar, tools)
 
-    def _read_call(
-        self, body: list[int], at: int, tools: Sequence[dict[str, Any]]
-    ) -> tuple[int, ParsedCall]:
-        """CALL := <tool_call> name (<arg_key> k </arg_key> <arg_value> v </arg_value>)* end."""
-        at, name = self._text(body, self._expect(body, at, self._call))
-        name = name.strip()
-        if not name:
-            raise _MalformedError
-        types = parameter_types(tools, name)
-        arguments: dict[str, Any] = {}
-        while at < len(body) and body[at] == self._key:
-            at, key = self._text(body, at + 1)
-            at = self._expect(body, at, self._key_end)
-            at, text = self._text(body, self._expect(body, at, self._value))
-            at = self._expect(body, at, self._value_end)
-            if not key or key in arguments:
-                raise _MalformedError
-            arguments[key] = text if types.get(key) == "string" else _typed(text)
-        at = self._expect(body, at, self._call_end)
-        return at, ParsedCall(name, msgspec.json.encode(arguments).decode())
-
-    def _text(self, body: list[int], at: int) -> tuple[int, str]:
-        """The run of ordinary tokens from `at`: where it ends, and its text."""
-        end = at
-        while end < len(body) and body[end] not in self._special:
-            end += 1
-        return end, self.decode(body[at:end]) if end > at else ""
-
-    def _expect(self, body: list[int], at: int, token: int) -> int:
-        if at >= len(body) or body[at] != token:
-            raise _MalformedError
-        return at + 1
+    def close_thinking(self, prompt_ids: Sequence[int], sampled_ids: Sequence[int]) -> list[int]:
+        del prompt_ids, sampled_ids  # this format has no thinking
+        return []
 
 
-def _typed(text: str) -> Any:
-    """A value whose declared type is not string: JSON if it is JSON, else the text."""
-    try:
-        return msgspec.json.decode(text)
-    except (msgspec.DecodeError, UnicodeError, RecursionError):
-        return text
+def _read_block(block: Block, tools: dict[str, Tool]) -> list[ParsedCall]:
+    return [read_tagged_call(block.lexemes, tools)]

@@ -13,6 +13,7 @@ import msgspec
 from headrace.rollout.types import ParseState
 from headrace.tokens.messages import Message, call_arguments
 from headrace.tokens.renderer import ChatRenderer, ParsedMessage
+from headrace.tokens.schema import accepts
 from headrace.tokens.thinking import ThinkingMode, has_thinking, message_weight, sampled_turn
 
 ASPECTS = ("parsed", "thinking", "call", "ended")
@@ -147,18 +148,23 @@ def check_completion(
 ) -> FormatScore:
     """Judge one completion, stop token included; any ids have a score."""
     parsed = renderer.parse(prompt_ids, completion_ids, tools)
-    readable = parsed.state is ParseState.OK
+    whole = parsed.state is not ParseState.TRUNCATED
     if expectation.calls:
         calls_fit = bool(parsed.tool_calls) and all(
             _call_fits(call.name, call.arguments, tools) for call in parsed.tool_calls
         )
     else:
         calls_fit = not parsed.tool_calls and bool(parsed.content.strip())
-    clean = readable and not _has_stray_tokens(renderer, parsed, prompt_ids, completion_ids)
+    calls_fit = calls_fit and not parsed.unreadable
+    end = renderer.tokenizer.special_ids.get("</think>")
+    endless = expectation.thinking and end not in completion_ids
+    clean = parsed.state is ParseState.OK and not _has_stray_tokens(
+        renderer, parsed, prompt_ids, completion_ids
+    )
     return FormatScore(
         parsed=clean,
-        thinking=readable and bool((parsed.reasoning or "").strip()) is expectation.thinking,
-        call=readable and calls_fit,
+        thinking=whole and bool(parsed.reasoning) is expectation.thinking and not endless,
+        call=whole and calls_fit,
         ended=_ended(renderer, completion_ids, calls=bool(parsed.tool_calls)),
         correct=clean and _is_right(parsed, expectation),
     )
@@ -211,58 +217,6 @@ def _is_right(parsed: ParsedMessage, expectation: Expectation) -> bool:
 
 def _plain(text: str) -> str:
     return " ".join(text.split()).casefold()
-
-
-_TYPES: dict[str, tuple[type, ...]] = {
-    "string": (str,),
-    "integer": (int,),
-    "number": (int, float),
-    "boolean": (bool,),
-    "object": (dict,),
-    "array": (list,),
-    "null": (type(None),),
-}
-
-
-def accepts(schema: Any, value: Any) -> bool:
-    """Whether a JSON schema of the kind tools use accepts a value.
-
-    Reads type, enum, const, anyOf, required, properties, additionalProperties and items. Arguments
-    that a schema with properties does not declare are refused. Other keywords are passed over.
-    """
-    if not isinstance(schema, dict):
-        return schema is not False
-    if "enum" in schema and value not in schema["enum"]:
-        return False
-    if "const" in schema and value != schema["const"]:
-        return False
-    if "anyOf" in schema and not any(accepts(option, value) for option in schema["anyOf"]):
-        return False
-    named = schema.get("type")
-    types = named if isinstance(named, list) else [named] if named else []
-    if types and not any(_has_type(value, name) for name in types):
-        return False
-    if isinstance(value, dict):
-        return _accepts_object(schema, value)
-    if isinstance(value, list) and "items" in schema:
-        return all(accepts(schema["items"], item) for item in value)
-    return True
-
-
-def _has_type(value: Any, name: str) -> bool:
-    if isinstance(value, bool):
-        return name == "boolean"  # in Python True is an int, in JSON it is not
-    if name == "integer" and isinstance(value, float):
-        return value.is_integer()
-    return isinstance(value, _TYPES.get(name, (object,)))
-
-
-def _accepts_object(schema: dict[str, Any], value: dict[str, Any]) -> bool:
-    properties = schema.get("properties") or {}
-    others = schema.get("additionalProperties", not properties)
-    return all(key in value for key in schema.get("required") or ()) and all(
-        accepts(properties.get(key, others), item) for key, item in value.items()
-    )
 
 
 # ---------------------------------------------------------------- many completions

@@ -1,24 +1,44 @@
 """Model families whose templates the `renderers` library carries (GLM-5, Qwen3, gpt-oss ...).
 
-The library renders, bridges and parses; this module holds it to the laws: a bridge that would
-change a held token is refused, a parser that fails becomes a malformed message, and special tokens
-in text from outside are shielded from the encoder.
+The library renders and bridges; this module holds it to the laws: a bridge that would change a held
+token is refused, and special tokens in text from outside are shielded from the encoder. It adds
+what templates have no place for: thinking kept over user turns where the template drops it, on and
+off from request to request, and several thoughts in one message. `headrace.tokens.library_reading`
+reads completions.
 """
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from headrace.errors import UserError
-from headrace.rollout.types import ParseState
-from headrace.tokens.messages import TRAINING_KEYS, Message, call_arguments
-from headrace.tokens.renderer import ParsedCall, ParsedMessage
+from headrace.tokens.library_messages import shape_messages
+from headrace.tokens.library_reading import LibraryReading
+from headrace.tokens.library_training import lay_out_turns, lay_out_whole
+from headrace.tokens.messages import Message
+from headrace.tokens.parsed import ParsedMessage, StreamReader
+from headrace.tokens.reader import TaggedReader, read_whole
 from headrace.tokens.tokenizer import TextTokenizer
 
 if TYPE_CHECKING:
     from renderers import Renderer
 
 _log = logging.getLogger(__name__)
+
+_KEEPING_OPTIONS = {
+    "clear_thinking": False,
+    "preserve_thinking": True,
+    "truncate_history_thinking": False,
+    "drop_thinking": False,
+}
+"""Options of templates that can keep the thinking of earlier turns, and their value for it."""
+
+_TAIL = 16
+"""So many ids at the end of a prompt show how the assistant's turn was opened."""
+
+_RETENTION = "thinking_retention"
+"""The library's option for bridges; "all" keeps thinking, whatever the template would do."""
 
 
 def library_names() -> list[str]:
@@ -66,16 +86,22 @@ class LibraryRenderer:
         self.id = f"renderers:{name}"
         self._name = name
         self._options = dict(options or {})
-        self._variants: dict[tuple[tuple[str, Any], ...], LibraryRenderer] = {}
+        self._variants: dict[str, LibraryRenderer] = {repr(sorted(self._options.items())): self}
         self._implied_stops: dict[bool, int] = {}
+        self._reading = LibraryReading(name, self._renderer, tokenizer)
         self.option_names = frozenset(type(config).model_fields) - {"name"}
         """Options this format knows, e.g. enable_thinking."""
         self.tokenizer = tokenizer
         self.vocab_size = tokenizer.vocab_size
         self.stop_ids = tuple(self._renderer.get_stop_token_ids())
+        self.think_end_id = self._reading.think_end_id
+        self._keeping_option = next(iter(_KEEPING_OPTIONS.keys() & self.option_names), None)
+        self.keeps_thinking = self._keeps(config)
+        """Whether the thinking of earlier turns stays in the context when a user speaks again."""
+        self._keeps_by_turns = self.keeps_thinking and self._keeping_option is None
 
     def with_options(self, **changes: Any) -> "LibraryRenderer":
-        """The same format with some options set otherwise; equal changes give one object.
+        """The same format with some options set otherwise; equal options give one object.
 
         Raises:
             UserError: an option is unknown.
@@ -83,15 +109,61 @@ class LibraryRenderer:
         options = {**self._options, **changes}
         if options == self._options:
             return self
-        key = tuple(sorted(changes.items()))
+        key = repr(sorted(options.items()))
         if key not in self._variants:
-            self._variants[key] = LibraryRenderer(self._name, self.tokenizer, options)
+            variant = LibraryRenderer(self._name, self.tokenizer, options)
+            variant._variants = self._variants
+            self._variants[key] = variant
         return self._variants[key]
+
+    def _keeps(self, config: Any) -> bool:
+        option = self._keeping_option
+        if option is not None:
+            return getattr(config, option) == _KEEPING_OPTIONS[option]
+        return self._options.get(_RETENTION) == "all"
+
+    @property
+    def has_thinking(self) -> bool:
+        """Whether the format has a place for thinking at all."""
+        return self._name != "llama-3"
+
+    @property
+    def can_keep_thinking(self) -> bool:
+        """Whether `with_thinking(keep=True)` is possible."""
+        return self._keeping_option is not None or self._written_thinking is not None
+
+    @property
+    def can_switch_thinking(self) -> bool:
+        """Whether `with_thinking(enabled=False)` is possible."""
+        return "enable_thinking" in self.option_names
+
+    def with_thinking(
+        self, *, enabled: bool | None = None, keep: bool | None = None
+    ) -> "LibraryRenderer":
+        """The same format with thinking switched, where the format can; None leaves it as it is.
+
+        Args:
+            enabled: whether the next turn thinks.
+            keep: see `keeps_thinking`.
+        """
+        changes: dict[str, Any] = {}
+        if enabled is not None and self.can_switch_thinking:
+            changes["enable_thinking"] = enabled
+        if keep is not None and keep != self.keeps_thinking:
+            if self._keeping_option is not None:
+                changes[self._keeping_option] = _KEEPING_OPTIONS[self._keeping_option] is keep
+            elif self.can_keep_thinking:
+                changes[_RETENTION] = "all" if keep else None
+        return self.with_options(**changes)
 
     # ------------------------------------------------------------------ messages to ids
 
     def render(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> list[int]:
         try:
+            if self._keeps_by_turns:
+                kept = self._render_kept(messages, tools)
+                if kept is not None:
+                    return kept
             return self._render(messages, tools, generate=True)
         except Exception as error:  # templates raise anything on conversations they do not know
             raise ValueError(f"{self.id}: {error!r}") from error
@@ -99,11 +171,57 @@ class LibraryRenderer:
     def _render(
         self, messages: Sequence[Message], tools: Sequence[dict[str, Any]], *, generate: bool
     ) -> list[int]:
-        return self._renderer.render_ids(
-            self._shape(messages),
+        several = any(
+            "reasoning_content" in call
+            for message in messages
+            for call in message.get("tool_calls", ())
+        )
+        shaped, continued = shape_messages(
+            self.tokenizer,
+            messages,
+            self.keeps_thinking,
+            batches=several and self._reading.joins_parts and self._written_thinking is not None,
+        )
+        rendered = self._renderer.render(
+            shaped,
             tools=list(tools) or None,  # type: ignore[arg-type]  # OpenAI tools, as documented
             add_generation_prompt=generate,
         )
+        ids, places = list(rendered.token_ids), list(rendered.message_indices)
+        if continued:
+            self._reading.join_parts(ids, places, continued)
+        return ids
+
+    def _render_kept(
+        self, messages: Sequence[Message], tools: Sequence[dict[str, Any]]
+    ) -> list[int] | None:
+        """The prompt as it came about turn by turn, with the thinking that the template would drop.
+
+        None when the template cannot be continued so, for example after two messages of the
+        assistant in a row.
+        """
+        turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+        if not turns or turns[0] == 0 or turns[-1] == len(messages) - 1:
+            return None
+        ids: list[int] = []
+        completion: list[int] = []
+        since = 0
+        for i in [*turns, len(messages)]:
+            thinks = bool(messages[i].get("reasoning_content")) if i < len(messages) else None
+            as_sampled = self.with_thinking(enabled=thinks)
+            if completion:
+                delta = as_sampled.bridge(ids, completion, messages[since:i], tools)
+                if delta is None:
+                    return None
+                ids += [*completion, *delta]
+            else:
+                ids = as_sampled._render(messages[:i], tools, generate=True)
+            if i < len(messages):
+                made = as_sampled.completion(messages[: i + 1], ())
+                if made is None:
+                    return None
+                completion, since = made, i + 1
+        return ids
 
     def bridge(
         self,
@@ -112,54 +230,89 @@ class LibraryRenderer:
         new_messages: Sequence[Message],
         tools: Sequence[dict[str, Any]],
     ) -> list[int] | None:
-        held = [*prompt_ids, *completion_ids]
+        """See `ChatRenderer`. None also when a user speaks again and the tokens held have thinking
+        that this format drops then: the prompt is to be rendered afresh."""
+        keeper = self
+        if (
+            not self.keeps_thinking
+            and self._reading.think_id is not None
+            and any(message["role"] == "user" for message in new_messages)
+        ):
+            recent = [*prompt_ids[-_TAIL:], *completion_ids]
+            if self._reading.holds_thinking(prompt_ids) or self._reading.holds_thinking(recent):
+                return None
+            keeper = self.with_thinking(keep=True)  # nothing is dropped, so nothing is refused
+        switched = keeper._as_prompted(prompt_ids)
+        opener, wanted = switched._opener, keeper._opener
+        if switched is not keeper and (opener is None or wanted is None):
+            switched, opener = keeper, wanted
+        delta = switched._bridge(prompt_ids, completion_ids, new_messages, tools)
+        if delta is None or opener == wanted or opener is None:
+            return delta
+        if wanted is None or delta[len(delta) - len(opener) :] != opener:
+            return None
+        return [*delta[: len(delta) - len(opener)], *wanted]
+
+    def _bridge(
+        self,
+        prompt_ids: Sequence[int],
+        completion_ids: Sequence[int],
+        new_messages: Sequence[Message],
+        tools: Sequence[dict[str, Any]],
+    ) -> list[int] | None:
+        closing: list[int] = []
+        prompt, completion = list(prompt_ids), list(completion_ids)
+        reader = self.reader(prompt_ids, ())
+        end = self.think_end_id
+        if isinstance(reader, TaggedReader) and end is not None:
+            # Where thinking stands is known better here. The library, which looks for it in all
+            # of them once more, is shown the end of the prompt and a completion in which it ended.
+            stop = completion[-1:] if completion and completion[-1] in self.stop_ids else []
+            reader.feed(completion)
+            if reader.thinks and stop:
+                return None  # ids that end thinking would have to stand before a held one
+            closing = list(self._thinking_end) if reader.thinks else []
+            prompt, completion = prompt[-_TAIL:], [end, *stop]
+        held = [*prompt, *completion]
         try:
             bridged = self._renderer.bridge_to_next_turn(
-                list(prompt_ids),
-                list(completion_ids),
-                self._shape(new_messages),
+                prompt,
+                completion,
+                shape_messages(self.tokenizer, new_messages)[0],
                 tools=list(tools) or None,  # type: ignore[arg-type]  # OpenAI tools, as documented
             )
-        except Exception as error:  # a foreign parser inside the bridge; a fork is the safe answer
+        except Exception as error:  # a foreign template; a fork is the safe answer
             _log.warning("%s: bridge failed: %r", self.id, error)
             return None
         if bridged is None or bridged.token_ids[: len(held)] != held:
             return None
-        return list(bridged.token_ids[len(held) :])
+        return [*closing, *bridged.token_ids[len(held) :]]
 
-    def _shape(self, messages: Sequence[Message]) -> list[Any]:
-        """Messages as the library takes them: arguments as objects, outside text shielded."""
-        shaped: list[Any] = []
-        for message in messages:
-            new: dict[str, Any] = {k: v for k, v in message.items() if k not in TRAINING_KEYS}
-            if message["role"] == "developer":
-                new["role"] = "system"
-            if message["role"] != "assistant":
-                new["content"] = self.tokenizer.shield(message["content"])
-            else:
-                self._shape_assistant(new)
-            shaped.append(new)
-        return shaped
-
-    def _shape_assistant(self, message: dict[str, Any]) -> None:
-        """Shield its texts and arguments, except thinking that a client left inside the content."""
-        shield = self.tokenizer.shield
-        if "reasoning_content" in message:
-            message["reasoning_content"] = shield(message["reasoning_content"])
-        if "reasoning_content" in message or "</think>" not in message["content"]:
-            message["content"] = shield(message["content"])
-        if "tool_calls" in message:
-            message["tool_calls"] = [_shape_call(call, shield) for call in message["tool_calls"]]
+    @cached_property
+    def _opener(self) -> list[int] | None:
+        """Ids that open the assistant's turn; None if more of a prompt depends on thinking."""
+        probe: list[Message] = [{"role": "user", "content": "u"}]
+        try:
+            before = self._render(probe, (), generate=False)
+            whole = self._render(probe, (), generate=True)
+            alike = all(
+                self.with_thinking(enabled=enabled)._render(probe, (), generate=False) == before
+                for enabled in ((True, False) if self.can_switch_thinking else ())
+            )
+        except Exception as error:  # templates raise anything on conversations they do not know
+            _log.debug("%s: no opener: %r", self.id, error)
+            return None
+        return whole[len(before) :] if alike and whole[: len(before)] == before else None
 
     def _as_prompted(self, prompt_ids: Sequence[int]) -> "LibraryRenderer":
         """This format with thinking on or off as the prompt left it, where the prompt shows it."""
-        if "enable_thinking" not in self.option_names or not prompt_ids:
+        if not self.can_switch_thinking or not prompt_ids:
             return self
-        tags = self.tokenizer.special_ids
-        if prompt_ids[-1] == tags.get("<think>"):
-            return self.with_options(enable_thinking=True)
-        if prompt_ids[-1] == tags.get("</think>"):
-            return self.with_options(enable_thinking=False)
+        for enabled in (False, True):  # the opener without thinking may go on after the other
+            variant = self.with_thinking(enabled=enabled)
+            opener = variant._opener
+            if opener and list(prompt_ids[-len(opener) :]) == opener:
+                return variant
         return self
 
     # ------------------------------------------------------------------ ids to a message
@@ -173,31 +326,55 @@ class LibraryRenderer:
         completion_ids: Sequence[int],
         tools: Sequence[dict[str, Any]],
     ) -> ParsedMessage:
-        stopped = bool(completion_ids) and completion_ids[-1] in self.stop_ids
-        raw = self.decode(completion_ids[:-1] if stopped else completion_ids)
-        failed = ParsedMessage(
-            raw, None, (), ParseState.MALFORMED if stopped else ParseState.TRUNCATED, raw
-        )
-        try:
-            read = self._as_prompted(prompt_ids)._renderer.parse_response(
-                list(completion_ids),
+        return read_whole(self.reader(prompt_ids, tools), completion_ids)
+
+    def reader(self, prompt_ids: Sequence[int], tools: Sequence[dict[str, Any]]) -> StreamReader:
+        def parse(ids: list[int]) -> Any:
+            return self._as_prompted(prompt_ids)._renderer.parse_response(
+                ids,
                 tools=list(tools) or None,  # type: ignore[arg-type]  # OpenAI tools, as documented
                 prompt_ids=list(prompt_ids),
             )
-        except Exception as error:  # law L13: foreign parsers may raise, this one may not
-            _log.warning("%s: parse failed: %r", self.id, error)
-            return failed
-        if not stopped or read.reasoning_complete is False:
-            return failed  # thinking that never ends has no answer after it
-        calls: list[ParsedCall] = []
-        for call in read.tool_calls:
-            shaped = _parsed_call(call)
-            if shaped is None:
-                return failed
-            calls.append(shaped)
-        return ParsedMessage(
-            read.content, read.reasoning_content or None, tuple(calls), ParseState.OK, raw
-        )
+
+        return self._reading.reader(prompt_ids, tools, parse)
+
+    def close_thinking(self, prompt_ids: Sequence[int], sampled_ids: Sequence[int]) -> list[int]:
+        reader = self.reader(prompt_ids, ())
+        reader.feed(sampled_ids)
+        if not isinstance(reader, TaggedReader) or not reader.thinks:
+            return []
+        return list(self._thinking_end)
+
+    @property
+    def _thinking_end(self) -> list[int]:
+        """What stands between thinking and answer where the template writes both."""
+        if self.think_end_id is None:
+            return []
+        written = self._written_thinking
+        if written is None:
+            return [self.think_end_id]
+        encode = self.tokenizer.encode_text
+        return [*encode(written[0]), self.think_end_id, *encode(written[1])]
+
+    @cached_property
+    def _written_thinking(self) -> tuple[str, str] | None:
+        """Texts around the tag that ends the thinking of the last turn; None if there is none."""
+        answer: Message = {
+            "role": "assistant",
+            "content": "answer",
+            "reasoning_content": "thought",
+        }
+        try:
+            whole = self._render([{"role": "user", "content": "u"}, answer], (), generate=False)
+        except Exception as error:  # templates raise anything on conversations they do not know
+            _log.debug("%s: no thinking: %r", self.id, error)
+            return None
+        if self.think_end_id not in whole:
+            return None
+        at = len(whole) - 1 - whole[::-1].index(self.think_end_id)
+        before, found, left = self.decode(whole[:at]).rpartition("thought")
+        right, answered, _ = self.decode(whole[at + 1 :]).partition("answer")
+        return (left, right) if found and answered and before else None
 
     # ------------------------------------------------------------------ supervised training
 
@@ -206,38 +383,10 @@ class LibraryRenderer:
     ) -> tuple[list[int], list[bool]]:
         """See `ChatRenderer`. Where the template cannot be continued turn by turn (for example
         because it drops earlier thinking), its own layout of the whole conversation is used."""
-        turns = self._by_turns(messages, tools)
-        return self._whole(messages, tools) if turns is None else turns
-
-    def _by_turns(
-        self, messages: Sequence[Message], tools: Sequence[dict[str, Any]]
-    ) -> tuple[list[int], list[bool]] | None:
-        ids: list[int] = []
-        mask: list[bool] = []
-        prompt: list[int] = []
-        completion: list[int] = []
-        since = 0
-        for i, message in enumerate(messages):
-            if message["role"] != "assistant":
-                continue
-            if completion:
-                delta = self.bridge(prompt, completion, messages[since:i], tools)
-                if delta is None:
-                    return None
-                prompt = [*prompt, *completion, *delta]
-            elif i:
-                prompt = delta = self.render(messages[:i], tools)
-            else:
-                return None
-            sampled = self.completion(messages[: i + 1], tools)
-            if sampled is None:
-                return None
-            completion, since = sampled, i + 1
-            ids += [*delta, *completion]
-            mask += [False] * len(delta) + [message.get("train", True)] * len(completion)
-        if not completion or since < len(messages):
-            return None
-        return ids, mask
+        turns = lay_out_turns(self, messages, tools)
+        if turns is not None:
+            return turns
+        return lay_out_whole(self._renderer, self.tokenizer, messages, tools)
 
     def completion(
         self,
@@ -254,6 +403,9 @@ class LibraryRenderer:
             None when this template does not lay the message out after its own prompt, for example
             a message without thinking where the prompt has opened it.
         """
+        if self._keeps_by_turns:  # the turn's own thinking is all that it depends on
+            users = (i for i in range(len(messages) - 1, 0, -1) if messages[i]["role"] == "user")
+            messages, prompt = messages[next(users, 0) :], None
         if prompt is None:
             prompt = self._render(messages[:-1], tools, generate=True)
         whole = self._render(messages, tools, generate=False)
@@ -279,58 +431,8 @@ class LibraryRenderer:
                 turn["tool_calls"] = [{"id": "c", "type": "function", "function": function}]
                 follow = {"role": "tool", "content": "", "tool_call_id": "c", "name": "f"}
             messages: list[Message] = [{"role": "user", "content": "u"}, turn]
-            before = len(self._render(messages, (), generate=False))
             after = self._render([*messages, follow], (), generate=False)
-            token = after[before] if before < len(after) else self.stop_ids[0]
-            self._implied_stops[calls] = token if token in self.stop_ids else self.stop_ids[0]
+            # What follows is empty, so the last of them is its opener.
+            stops = [token for token in after if token in self.stop_ids]
+            self._implied_stops[calls] = stops[-1] if stops else self.stop_ids[0]
         return self._implied_stops[calls]
-
-    def _whole(
-        self, messages: Sequence[Message], tools: Sequence[dict[str, Any]]
-    ) -> tuple[list[int], list[bool]]:
-        import renderers
-
-        sample = renderers.build_training_sample(
-            self._renderer,
-            self._shape(messages),
-            tools=list(tools) or None,  # type: ignore[arg-type]  # OpenAI tools, as documented
-            role_to_mask=lambda message: message["role"] == "assistant",
-            ensure_final_stop=True,
-            message_loss_mask=[message.get("train", True) for message in messages],
-        )
-        return sample.token_ids, sample.loss_mask
-
-
-def _shape_call(call: dict[str, Any], shield: Callable[[str], str]) -> dict[str, Any]:
-    function = call["function"]
-    arguments = call_arguments(function["arguments"]) or {}
-    shaped = {"name": function["name"], "arguments": _shield_strings(arguments, shield)}
-    return {**call, "function": shaped}
-
-
-def _shield_strings(value: Any, shield: Callable[[str], str]) -> Any:
-    if isinstance(value, str):
-        return shield(value)
-    if isinstance(value, dict):
-        return {key: _shield_strings(item, shield) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_shield_strings(item, shield) for item in value]
-    return value
-
-
-def _parsed_call(call: Any) -> ParsedCall | None:
-    import msgspec
-    from renderers import ToolCallParseStatus
-
-    # An undeclared tool is the agent's to refuse: it tells the model so in a tool result.
-    if call.status not in (ToolCallParseStatus.OK, ToolCallParseStatus.UNKNOWN_TOOL):
-        return None
-    arguments = call.arguments
-    if isinstance(arguments, str):
-        arguments = call_arguments(arguments)
-    if not call.name or not isinstance(arguments, dict):
-        return None
-    try:
-        return ParsedCall(call.name, msgspec.json.encode(arguments).decode())
-    except (TypeError, ValueError, RecursionError):
-        return None

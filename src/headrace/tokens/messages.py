@@ -9,12 +9,20 @@ from typing import Any
 
 import msgspec
 
+from headrace.tokens.parsed import THOUGHT_SEPARATOR
+
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
 Message = dict[str, Any]
 """A normalised message: role, content (str), and for assistants possibly tool_calls (each
 {"id", "type", "function": {"name", "arguments": str}}) and reasoning_content; for tool results
-possibly tool_call_id and name. SFT messages may also carry `TRAINING_KEYS`."""
+possibly tool_call_id and name.
+
+A message that thinks more than once has the thought behind each tool call as "reasoning_content" of
+that call, and all its thoughts, joined by `THOUGHT_SEPARATOR`, as its own: clients that know only
+the message's show everything, and `message_parts` finds the thoughts again.
+
+SFT messages may also carry `TRAINING_KEYS`."""
 
 TRAINING_KEYS = frozenset({"train", "error", "mask", "reasoning_mask"})
 """Keys that say how a message is trained on and never reach a prompt (`headrace.tokens.thinking`).
@@ -50,8 +58,12 @@ def _normalise_one(message: Any, place: str) -> Message:
             result["tool_calls"] = [
                 _normalise_call(call, f"{place}.tool_calls[{i}]") for i, call in enumerate(calls)
             ]
-        reasoning = message.get("reasoning_content")
-        if isinstance(reasoning, str) and reasoning:
+        reasoning = message.get("reasoning_content") or message.get("reasoning")
+        if not isinstance(reasoning, str):
+            reasoning = ""
+        thoughts = [call.get("reasoning_content") for call in result.get("tool_calls", ())]
+        reasoning = reasoning or THOUGHT_SEPARATOR.join(filter(None, thoughts))
+        if reasoning:
             result["reasoning_content"] = reasoning
         if "train" in message:
             result["train"] = bool(message["train"])
@@ -96,7 +108,42 @@ def _normalise_call(call: Any, place: str) -> dict[str, Any]:
     }
     if isinstance(call.get("id"), str):
         result["id"] = call["id"]
+    reasoning = call.get("reasoning_content")
+    if isinstance(reasoning, str) and reasoning:
+        result["reasoning_content"] = reasoning
     return result
+
+
+def message_parts(message: Message) -> list[Message]:
+    """An assistant message as messages of one thought each; [message] if it has no more than one.
+
+    The content belongs to the first part. Each part but the first has a thought, then its calls; a
+    thought after the last call is a part without calls. Calls have no reasoning_content of their
+    own any more, and keys apart from role, content, tool_calls and reasoning_content are gone.
+    """
+    calls = message.get("tool_calls", ())
+    thoughts = [call.get("reasoning_content") or "" for call in calls]
+    if not any(thoughts):
+        return [message]
+    whole = message.get("reasoning_content") or ""
+    told = THOUGHT_SEPARATOR.join(filter(None, thoughts))
+    parts: list[Message] = [{"role": "assistant", "content": message["content"], "tool_calls": []}]
+    if whole.startswith(told):
+        rest = whole[len(told) :].removeprefix(THOUGHT_SEPARATOR)
+    else:  # a client rewrote one of them; what it says of the message comes first
+        parts[0]["reasoning_content"], rest = whole, ""
+    for call, thought in zip(calls, thoughts, strict=True):
+        if thought:
+            if parts[-1]["tool_calls"] or "reasoning_content" in parts[-1]:
+                parts.append({"role": "assistant", "content": "", "tool_calls": []})
+            parts[-1]["reasoning_content"] = thought
+        parts[-1]["tool_calls"].append({k: v for k, v in call.items() if k != "reasoning_content"})
+    if rest:
+        parts.append({"role": "assistant", "content": "", "reasoning_content": rest})
+    for part in parts:
+        if not part.get("tool_calls"):
+            part.pop("tool_calls", None)
+    return parts
 
 
 def call_arguments(arguments: str) -> dict[str, Any] | None:
@@ -111,22 +158,6 @@ def call_arguments(arguments: str) -> dict[str, Any] | None:
 def tool_names(tools: Sequence[dict[str, Any]]) -> list[str]:
     """Names of the declared tools, in order."""
     return [str(_function(tool).get("name", "")) for tool in tools]
-
-
-def parameter_types(tools: Sequence[dict[str, Any]], name: str) -> dict[str, Any]:
-    """JSON-schema type of each parameter of the tool called `name`; {} when it is unknown."""
-    for tool in tools:
-        function = _function(tool)
-        if function.get("name") == name:
-            parameters = function.get("parameters")
-            properties = parameters.get("properties") if isinstance(parameters, dict) else None
-            if isinstance(properties, dict):
-                return {
-                    key: value.get("type")
-                    for key, value in properties.items()
-                    if isinstance(value, dict)
-                }
-    return {}
 
 
 def _function(tool: dict[str, Any]) -> dict[str, Any]:
@@ -163,6 +194,17 @@ def identity(message: Message) -> bytes:
 
 
 def same_reasoning(sent: Message, recorded: Message) -> bool:
-    """Whether `sent` leaves the recorded reasoning as it was, or out."""
+    """Whether `sent` leaves the recorded reasoning as it was, or out.
+
+    The same for the thoughts of its calls; a message that has only its first thought left, as from
+    clients that know one thought a message, counts as the same.
+    """
     reasoning = sent.get("reasoning_content")
-    return reasoning is None or reasoning == recorded.get("reasoning_content")
+    known = {None, recorded.get("reasoning_content")}
+    ours = [call.get("reasoning_content") for call in recorded.get("tool_calls", ())]
+    if ours:
+        known.add(ours[0])
+    theirs = [call.get("reasoning_content") for call in sent.get("tool_calls", ())]
+    return reasoning in known and all(
+        thought is None or thought == own for thought, own in zip(theirs, ours, strict=False)
+    )

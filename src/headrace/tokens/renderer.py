@@ -11,37 +11,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-import msgspec
-
 from headrace.errors import UserError
-from headrace.rollout.types import ParseState
 from headrace.tokens.messages import Message
+from headrace.tokens.parsed import ParsedCall as ParsedCall
+from headrace.tokens.parsed import ParsedMessage as ParsedMessage
+from headrace.tokens.parsed import StreamReader
 from headrace.tokens.tokenizer import TextTokenizer, load_tokenizer
-
-
-class ParsedCall(msgspec.Struct, frozen=True):
-    """One tool call that could be read. `arguments` is the JSON text of an object."""
-
-    name: str
-    arguments: str
-
-
-class ParsedMessage(msgspec.Struct, frozen=True):
-    """A completion read as an assistant message (law L13: there always is one).
-
-    Attributes:
-        content: visible text; all of the completion's text when state is MALFORMED or TRUNCATED.
-        reasoning: thinking text, or None.
-        tool_calls: readable calls; empty unless state is OK.
-        state: how well it could be read.
-        raw_text: everything sampled, special tokens as literals, without the final stop token.
-    """
-
-    content: str
-    reasoning: str | None
-    tool_calls: tuple[ParsedCall, ...]
-    state: ParseState
-    raw_text: str
 
 
 class ChatRenderer(Protocol):
@@ -54,12 +29,15 @@ class ChatRenderer(Protocol):
         tokenizer: the checkpoint's tokenizer.
         stop_ids: sampling ends after one of these.
         vocab_size: number of token ids.
+        think_end_id: the token that ends thinking, or None where no single token does. A request
+            with a budget for thinking stops there too (`headrace.tokens.thinking`).
     """
 
     id: str
     tokenizer: TextTokenizer
     stop_ids: tuple[int, ...]
     vocab_size: int
+    think_end_id: int | None
 
     def render(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> list[int]:
         """Prompt ids of a conversation, ending where the assistant's next turn begins.
@@ -90,7 +68,19 @@ class ChatRenderer(Protocol):
         completion_ids: Sequence[int],
         tools: Sequence[dict[str, Any]],
     ) -> ParsedMessage:
-        """Read any completion (law L13); never raises for any ids."""
+        """Read any completion (law L13); never raises for any ids, linear in their number."""
+        ...
+
+    def reader(self, prompt_ids: Sequence[int], tools: Sequence[dict[str, Any]]) -> StreamReader:
+        """Read one completion of this prompt while it is sampled; agrees with `parse`."""
+        ...
+
+    def close_thinking(self, prompt_ids: Sequence[int], sampled_ids: Sequence[int]) -> list[int]:
+        """Ids that end thinking after `prompt_ids + sampled_ids`, as this format ends it.
+
+        [] when it is not in thinking there. They are part of the completion and are read as such
+        by `parse` and `bridge`, but were never sampled and so never train (law L3).
+        """
         ...
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -126,7 +116,8 @@ def create_renderer(
 
     Args:
         name: "auto", "compact" (own format of small models), "chatml" (the checkpoint's own
-            ChatML template) or any renderer of the `renderers` library ("glm-5", "qwen3", ...).
+            ChatML template), "chatml-xml" (the same with calls as <invoke> elements) or any
+            renderer of the `renderers` library ("glm-5", "qwen3", "llama-3", ...).
         tokenizer_dir: checkpoint directory.
         options: settings of a library renderer, e.g. {"enable_thinking": False}.
 
@@ -139,15 +130,15 @@ def create_renderer(
     tokenizer = load_tokenizer(tokenizer_dir)
     if name == "auto":
         name = _detect(tokenizer, Path(tokenizer_dir))
-    if options and name in ("compact", "chatml"):
+    if options and name in ("compact", "chatml", "chatml-xml"):
         raise UserError(f"renderer {name!r} has no options, got {sorted(options)}; remove them")
     if name == "compact":
         return CompactRenderer(tokenizer)
-    if name == "chatml":
-        return TemplateRenderer(tokenizer)
+    if name in ("chatml", "chatml-xml"):
+        return TemplateRenderer(tokenizer, "xml" if name == "chatml-xml" else "json")
     from headrace.tokens.library import LibraryRenderer, library_names
 
-    known = ["auto", "compact", "chatml", *library_names()]
+    known = ["auto", "compact", "chatml", "chatml-xml", *library_names()]
     if name not in known:
         near = difflib.get_close_matches(name, known, n=1)
         hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"

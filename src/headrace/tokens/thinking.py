@@ -1,7 +1,9 @@
-"""Conversations as supervised sequences, with thinking laid out as it is when the model samples.
+"""Thinking modes: what a model reads of its own thoughts, while sampling and in training.
 
-A template decides what the model reads before each of its turns: GLM-5's drops the thinking of
-earlier turns when a user speaks again, unless it is told to keep it. So every trained message is
+`request_renderer` is the renderer of one request under a mode; a budget ends thinking by tokens
+that are not sampled. In supervised sequences thinking is laid out as it is when the model samples:
+a template decides what the model reads before each of its turns (GLM-5's drops the thinking of
+earlier turns when a user speaks again, unless it is told to keep it), so every trained message is
 laid out after the prompt of its own moment. Turns whose prompt continues the sequence so far join
 it, the others begin a new one, and no turn is trained twice. Pure: ids in, ids and weights out.
 """
@@ -28,6 +30,20 @@ class ThinkingMode(StrEnum):
     TURN = "turn"
     """Where a message has thinking; the others are sampled with thinking switched off. A new user
     message removes earlier thinking."""
+
+
+class Thinking(msgspec.Struct, frozen=True):
+    """How one request thinks.
+
+    Attributes:
+        mode: what stays of earlier thinking.
+        enabled: whether this turn thinks at all.
+        budget: most tokens of thinking, None for no limit. After these, `next_leg` ends it.
+    """
+
+    mode: ThinkingMode = ThinkingMode.INTERLEAVED
+    enabled: bool = True
+    budget: int | None = None
 
 
 class TrainingSequence(msgspec.Struct, frozen=True):
@@ -160,16 +176,93 @@ def sampling_renderer(
     """
     if not isinstance(renderer, LibraryRenderer):
         return renderer
-    options: dict[str, bool] = {}
-    if "enable_thinking" in renderer.option_names:
-        options["enable_thinking"] = thinking
-    if "clear_thinking" in renderer.option_names:
-        options["clear_thinking"] = mode is not ThinkingMode.PRESERVED
-    elif mode is ThinkingMode.PRESERVED:
+    keep = mode is ThinkingMode.PRESERVED
+    if keep and not renderer.can_keep_thinking:
         raise ValueError(
             f"renderer {renderer.id!r} cannot keep earlier thinking; use 'interleaved' or 'turn'"
         )
-    return renderer.with_options(**options)
+    return renderer.with_thinking(enabled=thinking, keep=keep)
+
+
+# ---------------------------------------------------------------- rollouts
+
+
+def supported_modes(renderer: ChatRenderer) -> frozenset[ThinkingMode]:
+    """Modes that a format can do; none for formats without thinking."""
+    if not isinstance(renderer, LibraryRenderer):
+        # Its own formats keep what was thought, or have no thinking.
+        keeps = renderer.think_end_id is not None
+        return frozenset({ThinkingMode.PRESERVED} if keeps else ())
+    if not renderer.has_thinking:
+        return frozenset()
+    modes = {ThinkingMode.INTERLEAVED}
+    if renderer.can_keep_thinking:
+        modes.add(ThinkingMode.PRESERVED)
+    if renderer.can_switch_thinking:
+        modes.add(ThinkingMode.TURN)
+    return frozenset(modes)
+
+
+def request_renderer(renderer: ChatRenderer, thinking: Thinking) -> ChatRenderer:
+    """The renderer that renders and bridges the prompt of one request.
+
+    Under it, `bridge` refuses exactly where the mode takes thinking out of the context, and the
+    prompt is rendered afresh; switching thinking on or off between requests does not refuse.
+
+    Raises:
+        ValueError: the format cannot do it; the text says what it can.
+    """
+    modes = supported_modes(renderer)
+    if thinking.mode not in modes:
+        able = ", ".join(repr(str(mode)) for mode in ThinkingMode if mode in modes)
+        remedy = f"use {able}" if able else "this format has no thinking, leave it out"
+        raise ValueError(
+            f"thinking {str(thinking.mode)!r} is not possible with renderer {renderer.id!r}; "
+            f"{remedy}"
+        )
+    if thinking.budget is not None:
+        if thinking.budget < 0:
+            raise ValueError(
+                f"thinking budget {thinking.budget} is negative; send 0 or more tokens"
+            )
+        if renderer.think_end_id is None:
+            raise ValueError(
+                f"a thinking budget is not possible with renderer {renderer.id!r}, which has no "
+                "single token that ends thinking; leave it out"
+            )
+    can_switch = isinstance(renderer, LibraryRenderer) and renderer.can_switch_thinking
+    if not thinking.enabled and not can_switch:
+        raise ValueError(
+            f"renderer {renderer.id!r} cannot switch thinking off; send a budget of 0 instead"
+            if renderer.think_end_id is not None
+            else f"renderer {renderer.id!r} cannot switch thinking off; leave it on"
+        )
+    return sampling_renderer(renderer, thinking.mode, thinking=thinking.enabled)
+
+
+def thinking_stop_ids(renderer: ChatRenderer) -> tuple[int, ...]:
+    """Stop ids of the first leg of a request with a budget: it also ends with thinking.
+
+    Ask for `min(budget, max_tokens)` tokens with them, then see `next_leg`.
+    """
+    end = renderer.think_end_id
+    return renderer.stop_ids if end is None else (*renderer.stop_ids, end)
+
+
+def next_leg(
+    renderer: ChatRenderer, prompt_ids: Sequence[int], sampled_ids: Sequence[int]
+) -> list[int] | None:
+    """Ids to put after the first leg, before the second is sampled with the usual stop ids.
+
+    Returns:
+        None when the turn ended already. [] when the model ended its thinking itself, or was not
+        thinking when the first leg ended. Else what ends thinking: nobody sampled it, so it never
+        trains (law L3), and the second leg is a call of its own that continues the first one with
+        these ids as its prompt's delta.
+    """
+    if sampled_ids and sampled_ids[-1] in renderer.stop_ids:
+        return None
+    return renderer.close_thinking(prompt_ids, sampled_ids)
 
 
 # ---------------------------------------------------------------- weights

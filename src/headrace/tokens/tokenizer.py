@@ -20,6 +20,9 @@ from headrace.errors import UserError
 _SHIELD = "\ufdd0"
 """Unicode noncharacter that stands before a shielded special token; doubled, it is itself."""
 
+_LARGEST_ID = 2**32
+"""Ids are unsigned 32-bit numbers to tokenizers."""
+
 _CACHED_TEXTS = 4096
 _CACHED_CHARACTERS = 1000
 
@@ -91,6 +94,19 @@ class TextTokenizer:
             named = {entry.get("name"): entry.get("template") for entry in template}
             template = named.get("default")
         return template if isinstance(template, str) else None
+
+    @cached_property
+    def is_byte_level(self) -> bool:
+        """Whether its decoder reads GPT-2's byte alphabet."""
+        decoder = json.loads(self._tokenizer.to_str()).get("decoder") or {}
+        parts = decoder.get("decoders") if decoder.get("type") == "Sequence" else [decoder]
+        return any(part.get("type") == "ByteLevel" for part in parts or ())
+
+    def vocabulary_entry(self, token: int) -> str | None:
+        """The entry of an id as the vocabulary spells it, or None for ids outside of it."""
+        if not 0 <= token < _LARGEST_ID:
+            return None
+        return self._tokenizer.id_to_token(token)
 
     def token_id(self, token: str) -> int | None:
         """Id of one vocabulary entry, or None."""
@@ -166,7 +182,11 @@ class TextTokenizer:
         """
         ids = [token_ids] if isinstance(token_ids, int) else list(token_ids)
         skip = bool(options.get("skip_special_tokens", False))
-        return self._tokenizer.decode(ids, skip_special_tokens=skip)
+        try:
+            return self._tokenizer.decode(ids, skip_special_tokens=skip)
+        except OverflowError:
+            known = [i for i in ids if 0 <= i < _LARGEST_ID]
+            return self._tokenizer.decode(known, skip_special_tokens=skip)
 
     def tokens(self, ids: Iterable[int]) -> list[str]:
         """Each id decoded on its own, for people."""
