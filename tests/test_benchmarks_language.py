@@ -43,7 +43,7 @@ def test_greedy_continuation_is_the_models_own() -> None:
 
 
 def test_acceptance_metrics_pool_rounds_over_seeds() -> None:
-    def result(rounds: int, tried: tuple[int, ...], kept: tuple[int, ...]) -> object:
+    def result(rounds: int, tried: tuple[int, ...], kept: tuple[int, ...]) -> mtp_sharing.Result:
         drafts = DraftRounds(rounds, tried, kept)
         return mtp_sharing.Result(drafts, drafts, 0.0, 2.0, 3.0, 1.0)
 

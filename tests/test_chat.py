@@ -8,8 +8,8 @@ from rich.console import Console
 from headrace.chat import ChatOptions, Conversation, read_files
 from headrace.engine.types import GenerationResult
 from headrace.errors import UserError
-from headrace.gateway.protocol import ApiError
-from headrace.gateway.sessions import Gateway
+from headrace.gateway.gateway import Gateway
+from headrace.gateway.turn import ApiError
 from headrace.rollout.types import FinishReason, Span
 from headrace.sandbox.types import CommandResult, EndReason, FileEntry
 from headrace.tokens.library import LibraryRenderer
@@ -192,7 +192,7 @@ async def test_a_thinking_model_behind_the_gateway_thinks_calls_and_answers():
         "3 lines",
         "think I am.",
         "yes",
-        "I never end",
+        "think I never end",
         "(cut; allow more with --max-tokens)",
     ]
     assert engine.prompts[1].endswith(

@@ -38,34 +38,50 @@ def test_the_example_prints_what_it_says(page, capsys):
     assert capsys.readouterr().out.splitlines() == [line.replace("\\n", "\\n") for line in said]
 
 
+class Saying:
+    """Answers like a gateway, without an engine: these messages, one after the other."""
+
+    model = "m"
+    weight_version = 0
+
+    def __init__(self, *answers):
+        self._answers = list(answers)
+        self.turns = []
+
+    async def ask(self, credentials, turn, *, idempotency_key=None, listener=None):
+        from headrace.gateway.turn import Answer, ToolCall, Usage
+
+        self.turns.append(turn)
+        said = self._answers.pop(0) if len(self._answers) > 1 else self._answers[0]
+        calls = () if isinstance(said, str) else (ToolCall("call_0", *said),)
+        return [
+            Answer(
+                response_id="1",
+                index=0,
+                content=said if isinstance(said, str) else "",
+                reasoning=None,
+                tool_calls=calls,
+                finish="tool_calls" if calls else "stop",
+                stop=None,
+                scores=None,
+                usage=Usage(1, 1),
+                record={},
+                created=0,
+            )
+        ]
+
+    async def close(self):
+        pass
+
+
 async def test_the_task_example_scores_an_answer():
     from headrace.gateway.server import GatewayServer
-
-    class Seven:
-        """Answers like a gateway, without an engine."""
-
-        model = "m"
-        weight_version = 0
-
-        async def chat(self, key, body, idempotency_key=None):
-            message = {"role": "assistant", "content": " 14 "}
-            choice = {"index": 0, "message": message, "finish_reason": "stop"}
-            return {
-                "id": "1",
-                "object": "chat.completion",
-                "created": 0,
-                "model": "m",
-                "choices": [choice],
-            }
-
-        async def close(self):
-            pass
 
     (code,) = python_blocks("gateway.md")
     names = {}
     exec(compile(code, "gateway.md", "exec"), names)
     task = names["AdditionTasks"]()
-    server = await GatewayServer.start(Seven())  # type: ignore[arg-type] # a stand-in
+    server = await GatewayServer.start(Saying(" 14 "))  # type: ignore[arg-type] # a stand-in
     try:
         endpoint = Endpoint(server.base_url, "k", "m")
         right = await task.rollout(task.instance(7), endpoint)
@@ -74,3 +90,33 @@ async def test_the_task_example_scores_an_answer():
         await server.stop()
     assert (right.outcome, right.rewards) == (Outcome.OK, {"reward": 1.0})
     assert wrong.rewards == {"reward": 0.0}
+
+
+async def test_the_agent_example_calls_its_tool_and_ends():
+    import asyncio
+
+    from headrace.gateway.server import GatewayServer
+
+    gateway = Saying(("count_files", '{"folder": "."}'), "There are 3.")
+    server = await GatewayServer.start(gateway)  # type: ignore[arg-type] # a stand-in
+    (code,) = python_blocks("agents.md")
+    ran = []
+
+    def run_tool(name, arguments):
+        ran.append((name, arguments))
+        return "3"
+
+    names = {
+        "BASE_URL": server.base_url,
+        "KEY": "k",
+        "MODEL": "m",
+        "TOOLS": [{"type": "function", "function": {"name": "count_files"}}],
+        "run_tool": run_tool,
+    }
+    try:
+        await asyncio.to_thread(exec, compile(code, "agents.md", "exec"), names)
+    finally:
+        await server.stop()
+    assert ran == [("count_files", '{"folder": "."}')]
+    assert names["message"].content == "There are 3."
+    assert [m["role"] for m in gateway.turns[1].messages] == ["user", "assistant", "tool"]

@@ -19,8 +19,8 @@ from rich.console import Console
 from rich.text import Text
 
 from headrace.errors import UserError
-from headrace.gateway.protocol import ApiError
-from headrace.gateway.sessions import Gateway
+from headrace.gateway.gateway import Gateway
+from headrace.gateway.turn import ApiError
 from headrace.sandbox.types import FileEntry, Limits, Sandbox
 from headrace.serving import ServeOptions, find_checkpoint, open_engine
 from headrace.tokens.renderer import create_renderer

@@ -339,18 +339,26 @@ def show(
     what: Annotated[
         str | None,
         typer.Argument(
-            metavar="[trajectory|trajectories]", help="Leave out for a summary of the run."
+            metavar="[trajectory|trajectories|session]",
+            help="Leave out for a summary of the run.",
         ),
     ] = None,
     trajectory_id: Annotated[
-        str | None, typer.Argument(metavar="[ID]", help="With trajectory: its id or a prefix.")
+        str | None,
+        typer.Argument(metavar="[ID]", help="With trajectory or session: its id or a prefix."),
     ] = None,
 ) -> int:
     """Look at a run: a summary, a list of trajectories, or one of them token by token.
 
-    `headrace show RUN trajectory ID` prints every token with its mask, logprob and weight version.
+    `headrace show RUN trajectory ID` prints every token with its mask, logprob and weight version,
+    `headrace show RUN session ID` the tree of its calls with their forks and reasons.
     """
-    from headrace.observe.show import list_trajectories, show_run, show_trajectory
+    from headrace.observe.show import (
+        list_trajectories,
+        show_run,
+        show_session,
+        show_trajectory,
+    )
 
     console = Console()
     if what is None:
@@ -359,13 +367,16 @@ def show(
         list_trajectories(run_dir, console)
     elif what == "trajectory" and trajectory_id is not None:
         show_trajectory(run_dir, trajectory_id, console)
-    elif what == "trajectory":
+    elif what == "session" and trajectory_id is not None:
+        show_session(run_dir, trajectory_id, console)
+    elif what in ("trajectory", "session"):
         raise UserError(
-            f"show {run_dir} trajectory: give an id; "
-            f"headrace show {run_dir} trajectories lists them"
+            f"show {run_dir} {what}: give an id; headrace show {run_dir} trajectories lists them"
         )
     else:
-        raise UserError(f'show: "{what}" is unknown; use "trajectories" or "trajectory ID"')
+        raise UserError(
+            f'show: "{what}" is unknown; use "trajectories", "trajectory ID" or "session ID"'
+        )
     return 0
 
 

@@ -31,9 +31,10 @@ from headrace.engine.sglang import SglangEngine
 from headrace.engine.types import EngineClient
 from headrace.engine.vllm import VllmEngine
 from headrace.errors import UserError
-from headrace.gateway.protocol import ApiError, ChatRequest
+from headrace.gateway.gateway import Gateway
 from headrace.gateway.server import GatewayServer
-from headrace.gateway.sessions import Gateway
+from headrace.gateway.sessions import Credentials, Session
+from headrace.gateway.turn import ApiError
 from headrace.model.config import ModelConfig
 from headrace.tokens.renderer import create_renderer
 
@@ -97,18 +98,13 @@ class KeyedGateway(Gateway):
         super().__init__(*args, require_key=False, **kwargs)
         self._api_key = api_key.encode()
 
-    async def chat(
-        self,
-        key: str | None,
-        body: ChatRequest | dict[str, Any],
-        idempotency_key: str | None = None,
-    ) -> dict[str, Any]:
-        """See `Gateway.chat`; a wrong key is refused before anything else is looked at."""
-        if not secrets.compare_digest((key or "").encode(), self._api_key):
+    def admit(self, credentials: Credentials) -> Session | None:
+        """See `Gateway.admit`; a wrong key is refused before anything else is looked at."""
+        if not secrets.compare_digest((credentials.api_key or "").encode(), self._api_key):
             raise ApiError(
                 401, "invalid_api_key", "the API key is not the one headrace serve printed"
             )
-        return await super().chat(None, body, idempotency_key)
+        return super().admit(credentials)
 
 
 def find_checkpoint(name: str) -> Path:
@@ -326,6 +322,7 @@ async def _serve(
                     "context": f"{engine.max_context} tokens",
                 }.items():
                     console.print(f"{name:>9}  {escape(value)}", highlight=False, soft_wrap=True)
+                _print_clients(server.base_url, key, gateway.model, console)
                 console.print("Ctrl-C stops it.")
                 if isinstance(engine, HttpEngine) and engine.server is not None:
                     raise UserError(await engine.server.wait_ended())
@@ -333,3 +330,16 @@ async def _serve(
             finally:
                 await server.stop()
     console.print("Stopped.")
+
+
+def _print_clients(base_url: str, key: str, model: str, console: Console) -> None:
+    """How to point clients and some agents at the server; docs/agents.md has more."""
+    root = base_url.removesuffix("/v1")
+    for name, words in {
+        "OpenAI": f"OPENAI_BASE_URL={base_url} OPENAI_API_KEY={key}",
+        "Anthropic": f"ANTHROPIC_BASE_URL={root} ANTHROPIC_API_KEY={key}",
+        "Claude Code": f"ANTHROPIC_BASE_URL={root} ANTHROPIC_AUTH_TOKEN={key} claude",
+        "Codex": f'model_providers.headrace: base_url = "{base_url}", wire_api = "responses"',
+        "mini-swe-agent": f"model_name: openai/{model}, model_kwargs: {{api_base: {base_url}}}",
+    }.items():
+        console.print(f"{name:>14}  {escape(words)}", style="dim", highlight=False, soft_wrap=True)

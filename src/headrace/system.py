@@ -7,6 +7,7 @@ Used by runs, benchmarks and tests; it knows nothing of stages or training.
 import contextlib
 from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -16,9 +17,12 @@ from headrace.engine.client import ProcessEngine
 from headrace.engine.config import EngineConfig
 from headrace.engine.split import SplitEngine
 from headrace.errors import UserError
+from headrace.gateway.context import ContextPolicy
+from headrace.gateway.gateway import Gateway
+from headrace.gateway.history import ignore_lines
 from headrace.gateway.server import GatewayServer
-from headrace.gateway.sessions import Gateway
 from headrace.recipe import Recipe
+from headrace.recipe.tables import GatewayTable
 from headrace.rollout.ledger import Ledger
 from headrace.rollout.runner import RolloutRunner
 from headrace.sandbox import open_provider
@@ -26,6 +30,7 @@ from headrace.sandbox.types import Limits, SandboxProvider
 from headrace.tasks.registry import create_task
 from headrace.tasks.types import TaskService
 from headrace.tokens.renderer import ChatRenderer, create_renderer
+from headrace.tokens.thinking import Thinking, ThinkingMode, request_renderer
 
 
 class Placement(msgspec.Struct, frozen=True):
@@ -150,6 +155,7 @@ async def open_system(
             on_call=ledger.record_call,
             request_timeout_s=recipe.rollout.timeout_s,
             default_max_tokens=recipe.rollout.max_tokens,
+            **_gateway_options(recipe.gateway, renderer),
         )
         server = await GatewayServer.start(
             gateway, host=recipe.gateway.host, port=recipe.gateway.port
@@ -217,3 +223,27 @@ def _new_engine(
     if not cores.prefill:
         return sampling
     return SplitEngine(of("prefill-0", cores.prefill, "prefill.log"), sampling)
+
+
+def _gateway_options(table: GatewayTable, renderer: ChatRenderer) -> dict[str, Any]:
+    """What a recipe asks of a gateway, as its arguments.
+
+    Raises:
+        UserError: the format of the model cannot think in this mode.
+    """
+    thinking = None if table.thinking == "template" else ThinkingMode(table.thinking)
+    if thinking is not None:
+        try:
+            request_renderer(renderer, Thinking(thinking))
+        except ValueError as error:
+            raise UserError(f"gateway.{error}") from error
+    context = None
+    if table.keep_recent or table.discard_above:
+        context = ContextPolicy(table.keep_recent or None, table.discard_above or None)
+    return {
+        "mode": table.mode,
+        "thinking": thinking,
+        "normaliser": ignore_lines(table.volatile) if table.volatile else None,
+        "repairs": table.repairs,
+        "context": context,
+    }

@@ -146,14 +146,15 @@ def test_all_copies_follow_new_weights(dtype: torch.dtype, tmp_path: Path) -> No
     assert after != before
 
 
-def test_without_row_independence_experts_and_prediction_layers_stay(tmp_path: Path) -> None:
+def test_without_row_independence_heads_and_prediction_layers_stay(tmp_path: Path) -> None:
     model = model_of(torch.bfloat16, tmp_path)
-    kept = [m for m in model.modules() if isinstance(m, MixtureOfExperts)]
     joined = [m.join for m in model.mtp.stored()] if model.mtp is not None else []
     products = PackedProducts(model, "bfloat16")
     assert products.heads is None
-    assert [m for m in model.modules() if isinstance(m, MixtureOfExperts)] == kept
-    assert not any(isinstance(m, PackedMixture) for m in kept)
+    # Experts are packed wherever anything is: a decoding step's few rows read them whole.
+    mixtures = [m for m in model.modules() if isinstance(m, MixtureOfExperts)]
+    assert mixtures
+    assert all(isinstance(m, PackedMixture) for m in mixtures)
     assert model.mtp is not None
     assert [m.join for m in model.mtp.stored()] == joined
     alone = PackedProducts(model_of(torch.bfloat16, tmp_path), "bfloat16", row_independent=True)

@@ -75,6 +75,10 @@ class ScriptedEngine:
         """While set to an unset event, requests wait for it (or for their abort)."""
         self.entered = asyncio.Semaphore(0)
         """Released once for each request that has arrived."""
+        self.finished: asyncio.Queue[str] = asyncio.Queue()
+        """Ids of finished requests."""
+        self.replay: list[list[int]] = []
+        """Ids told to who watches before the request begins again and goes by the script."""
         self._aborted: dict[str, asyncio.Event] = {}
 
     async def generate(
@@ -92,9 +96,15 @@ class ScriptedEngine:
         if aborted.is_set():
             result = GenerationResult(result.id, result.spans[:1], FinishReason.ABORTED)
         if on_progress is not None:
+            for ids in self.replay:
+                on_progress(Progress(request.id, tuple(ids), (-1.0,) * len(ids), (), 0))
+                on_progress(Progress(request.id, (), (), (), 1, restart=True))
             for span in result.spans:
-                on_progress(Progress(request.id, span.ids, span.logprobs, (), span.weight_version))
+                for token, logprob in zip(span.ids, span.logprobs, strict=True):
+                    on_progress(Progress(request.id, (token,), (logprob,), (), span.weight_version))
+                    await asyncio.sleep(0)
         self.log.append((request.prompt_ids, tuple(i for s in result.spans for i in s.ids)))
+        self.finished.put_nowait(request.id)
         return result
 
     async def abort(self, request_id: str) -> None:

@@ -13,8 +13,8 @@ from scripted import BASH, ScriptedEngine, answers, merged_tokenizer, refuses
 from headrace.engine.types import EngineError
 from headrace.errors import UserError
 from headrace.gateway.app import MAX_BODY_BYTES
+from headrace.gateway.gateway import Gateway
 from headrace.gateway.server import GatewayServer
-from headrace.gateway.sessions import Gateway
 from headrace.rollout.segments import segments
 from headrace.rollout.types import Call, Outcome, Session
 from headrace.tokens.compact import CompactRenderer
@@ -38,7 +38,7 @@ async def server() -> AsyncIterator[GatewayServer]:
 
 async def test_an_openai_agent_loop_end_to_end(server: GatewayServer):
     recorded: list[Call] = []
-    server.gateway._on_call = recorded.append
+    server.gateway._answering.on_call = recorded.append
     key = server.gateway.open_session("s")
     async with AsyncOpenAI(base_url=server.base_url, api_key=key) as client:
         messages: list = [{"role": "system", "content": "Use bash, then answer."}, USER]
@@ -90,11 +90,11 @@ async def test_errors_reach_the_client_as_its_own_exceptions(server: GatewayServ
         with pytest.raises(openai.AuthenticationError, match="no open session"):
             await client.chat.completions.create(model="m", messages=[USER])  # type: ignore[list-item]
         client = client.with_options(api_key=key)
-        with pytest.raises(openai.BadRequestError, match="stream=true") as caught:
+        with pytest.raises(openai.BadRequestError, match="response_format") as caught:
             await client.chat.completions.create(
                 model="m",
                 messages=[USER],  # type: ignore[list-item]
-                stream=True,
+                response_format={"type": "json_object"},
             )
         assert caught.value.code == "unsupported"
         with pytest.raises(openai.NotFoundError):
@@ -143,7 +143,7 @@ async def test_a_bug_is_a_500_in_the_same_shape(server: GatewayServer):
     def sink(call: Call) -> None:
         raise OSError("disk full")
 
-    server.gateway._on_call = sink
+    server.gateway._answering.on_call = sink
     key = server.gateway.open_session("s")
     async with AsyncOpenAI(base_url=server.base_url, api_key=key, max_retries=0) as client:
         with pytest.raises(openai.InternalServerError, match="disk full"):

@@ -7,8 +7,8 @@ import pytest
 from scripted import BASH, ScriptedEngine, answers, merged_tokenizer, refuses, spans
 
 from headrace.engine.types import EngineError, GenerationRequest, GenerationResult
-from headrace.gateway.protocol import ApiError
-from headrace.gateway.sessions import Gateway
+from headrace.gateway.gateway import Gateway
+from headrace.gateway.turn import ApiError
 from headrace.rollout.types import Call, FinishReason, ParseState
 from headrace.tokens.compact import CompactRenderer
 from headrace.tokens.library import LibraryRenderer
@@ -84,9 +84,9 @@ async def test_history_is_matched_by_meaning_not_by_bytes():
     ("change", "reason"),
     [
         (lambda h: [SYSTEM, {**USER, "content": "other"}, *h[2:]], "history_rewritten"),
+        (lambda h: [{**SYSTEM, "content": "You are a subagent."}, USER], "new_conversation"),
         (lambda h: [SYSTEM, *h[2:]], "history_rewritten"),
         (lambda h: [*h[:2], {"role": "assistant", "content": "no"}, h[3]], "history_rewritten"),
-        (lambda h: [*h, {"role": "assistant", "content": "mine"}, USER], "assistant_injected"),
         (lambda h: h[:2], "repeated_first_call"),
     ],
 )
@@ -239,8 +239,12 @@ async def test_engine_refusals_keep_their_code(code, status):
 @pytest.mark.parametrize(
     ("fields", "word"),
     [
-        ({"stream": True}, "stream"),
-        ({"n": 2}, "n=2"),
+        ({"n": 0}, "n=0"),
+        ({"n": 65}, "n=65"),
+        ({"n": "two"}, "n"),
+        ({"logit_bias": {"5": 200}}, "logit_bias"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+        ({"presence_penalty": 3}, "presence_penalty"),
         ({"messages": []}, "messages"),
         ({"messages": [{"role": "wizard", "content": "x"}]}, "wizard"),
         ({"messages": [{"role": "user", "content": 3}]}, "content"),
@@ -252,7 +256,8 @@ async def test_engine_refusals_keep_their_code(code, status):
         ({"temperature": "warm"}, "temperature"),
         ({"top_p": 0}, "top_p"),
         ({"max_tokens": 0}, "max_tokens"),
-        ({"stop": ["x"]}, "stop"),
+        ({"stop": [""]}, "stop"),
+        ({"stop": ["x"] * 17}, "stop"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"response_format": {"type": "json_object"}}, "response_format"),
     ],
@@ -336,7 +341,7 @@ async def test_a_failing_sink_fails_the_request_and_records_nothing():
         if fail:
             raise OSError("disk full")
 
-    gateway._on_call = sink
+    gateway._answering.on_call = sink
     with pytest.raises(OSError, match="disk full"):
         await gateway.chat(key, body([USER]))
     assert gateway.calls("s") == ()

@@ -1,98 +1,335 @@
-"""The HTTP face of a `Gateway`: OpenAI's routes, errors in OpenAI's shape, nothing else.
+"""The HTTP face of a `Gateway`: the routes of OpenAI's and Anthropic's APIs, each with its own
+errors, answered whole or as server-sent events.
 
-Bodies are read and written with msgspec; FastAPI routes and survives bad requests. The bearer key
-names the session.
+Bodies are read and written with msgspec; FastAPI routes and survives bad requests. What a client
+can set names its session: the key as bearer token or `x-api-key`, in `X-Headrace-Session`, in the
+path (`/s/KEY/v1/...`), or in the body's metadata.
 """
 
+import asyncio
 import logging
-from typing import Any
+from collections.abc import AsyncIterator, Callable
+from typing import Any, NamedTuple
 
 import msgspec
 from fastapi import FastAPI
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import Response
+from starlette.responses import Response, StreamingResponse
 
-from headrace.gateway.protocol import ApiError, decode_body
-from headrace.gateway.sessions import Gateway
+from headrace.gateway import (
+    anthropic_messages,
+    openai_chat,
+    openai_completions,
+    openai_responses,
+)
+from headrace.gateway.gateway import Gateway
+from headrace.gateway.sessions import Credentials
+from headrace.gateway.turn import (
+    Answer,
+    ApiError,
+    Event,
+    Events,
+    Listener,
+    Piece,
+    Start,
+    Turn,
+    decode,
+    invalid,
+)
 
 _log = logging.getLogger(__name__)
 
 MAX_BODY_BYTES = 16 * 1024 * 1024
 MAX_KEY_CHARACTERS = 256
+_KEEP_ALIVE_S = 15.0
+"""Silence after which a stream says that it is still there."""
+_PREFIXES = ("", "/s/{session}")
 
 _encode = msgspec.json.Encoder().encode
 
 
+class _Read(NamedTuple):
+    """A request as one API's module read it."""
+
+    turn: Turn
+    events: Events | None
+    """How to stream the answer; None answers it whole."""
+    metadata: dict[str, Any] | None = None
+
+
+class _Api(NamedTuple):
+    """One API: how to read its requests, write its answers and shape its errors."""
+
+    read: Callable[[Gateway, Credentials, bytes], _Read]
+    write: Callable[..., dict[str, Any]]
+    error_body: Callable[[ApiError], dict[str, Any]]
+
+
 def create_app(gateway: Gateway) -> FastAPI:
-    """An ASGI app that serves `gateway`: /v1/chat/completions, /v1/models and /health."""
+    """An ASGI app that serves `gateway`.
+
+    Routes, each also below /s/KEY: /v1/chat/completions, /v1/completions, /v1/responses,
+    /v1/messages, /v1/messages/count_tokens, /v1/models; and /health.
+    """
     app = FastAPI(title="headrace gateway", docs_url=None, redoc_url=None, openapi_url=None)
 
-    async def chat_completions(request: Request) -> Response:
-        idempotency_key = request.headers.get("idempotency-key")
-        if idempotency_key is not None and len(idempotency_key) > MAX_KEY_CHARACTERS:
-            return _refuse(
-                ApiError(
-                    400,
-                    "invalid_request",
-                    f"Idempotency-Key has {len(idempotency_key)} characters; "
-                    f"send at most {MAX_KEY_CHARACTERS}",
-                )
-            )
+    async def count_tokens(request: Request) -> Response:
         try:
-            body = decode_body(await _read(request))
-            return _json(await gateway.chat(_bearer(request), body, idempotency_key))
+            credentials = _credentials(request)
+            body = decode(await _body(request), anthropic_messages.MessagesRequest)
+            credentials = _with_metadata(credentials, body.metadata)
+            turn = anthropic_messages.read(body, counting=True)
+            return _json(anthropic_messages.count_body(gateway.count(credentials, turn)))
         except ApiError as error:
-            return _refuse(error)
+            return _refuse(error, anthropic_messages.error_body)
         except ClientDisconnect:
-            return Response(status_code=499)  # nobody reads it; it only ends the request
+            return Response(status_code=499)
 
     async def models(request: Request) -> Response:
-        entry = {"id": gateway.model, "object": "model", "created": 0, "owned_by": "headrace"}
         name = request.path_params.get("name")
+        entry = {
+            "id": gateway.model,
+            "object": "model",
+            "type": "model",
+            "display_name": gateway.model,
+            "created": 0,
+            "created_at": "1970-01-01T00:00:00Z",
+            "owned_by": "headrace",
+        }
         if name is None:
-            return _json({"object": "list", "data": [entry]})
+            listed = {"first_id": gateway.model, "last_id": gateway.model, "has_more": False}
+            return _json({"object": "list", "data": [entry], **listed})
         if name != gateway.model:
-            return _refuse(
-                ApiError(404, "model_not_found", f"model {name!r} is not served; use {entry['id']}")
-            )
+            missing = f"model {name!r} is not served; use {gateway.model}"
+            return _refuse(ApiError(404, "model_not_found", missing), _shape_of(request))
         return _json(entry)
 
     async def health(request: Request) -> Response:
         return _json({"status": "ok", "weight_version": gateway.weight_version})
 
-    app.add_route("/v1/chat/completions", chat_completions, methods=["POST"])
-    app.add_route("/v1/models", models, methods=["GET"])
-    app.add_route("/v1/models/{name:path}", models, methods=["GET"])
+    routes: dict[str, tuple[Any, str]] = {
+        "/v1/chat/completions": (_endpoint(gateway, _CHAT), "POST"),
+        "/v1/completions": (_endpoint(gateway, _COMPLETIONS), "POST"),
+        "/v1/responses": (_endpoint(gateway, _RESPONSES), "POST"),
+        "/v1/messages": (_endpoint(gateway, _MESSAGES), "POST"),
+        "/v1/messages/count_tokens": (count_tokens, "POST"),
+        "/v1/models": (models, "GET"),
+        "/v1/models/{name:path}": (models, "GET"),
+    }
+    for path, (endpoint, method) in routes.items():
+        for prefix in _PREFIXES:
+            app.add_route(prefix + path, endpoint, methods=[method])
     app.add_route("/health", health, methods=["GET"])
 
     async def http_error(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
         place = f"{request.method} {request.url.path}"
-        return _refuse(ApiError(error.status_code, "not_found", f"{place}: {error.detail}"))
+        refusal = ApiError(error.status_code, "not_found", f"{place}: {error.detail}")
+        return _refuse(refusal, _shape_of(request))
 
     async def bug(request: Request, error: Exception) -> Response:
-        return _refuse(ApiError(500, "internal_error", f"internal error: {error!r}"))
+        refusal = ApiError(500, "internal_error", f"internal error: {error!r}")
+        return _refuse(refusal, _shape_of(request))
 
     app.add_exception_handler(HTTPException, http_error)
     app.add_exception_handler(Exception, bug)
     return app
 
 
-def _json(value: Any, status: int = 200) -> Response:
-    return Response(_encode(value), status_code=status, media_type="application/json")
+# -- the four APIs ------------------------------------------------------------------------------
 
 
-def _refuse(error: ApiError) -> Response:
-    return _json(error.body(), error.status)
+def _read_chat(gateway: Gateway, credentials: Credentials, data: bytes) -> _Read:
+    body = decode(data, openai_chat.ChatRequest)
+    events = None
+    if body.stream:
+        counted = body.stream_options is not None and body.stream_options.include_usage
+        events = openai_chat.Stream(gateway.model, include_usage=counted)
+    return _Read(openai_chat.read(body), events, body.metadata)
 
 
-def _bearer(request: Request) -> str | None:
-    scheme, _, key = request.headers.get("authorization", "").partition(" ")
-    return key.strip() if scheme.lower() == "bearer" else None
+def _read_completion(gateway: Gateway, credentials: Credentials, data: bytes) -> _Read:
+    body = decode(data, openai_completions.CompletionRequest)
+    events = None
+    if body.stream:
+        counted = body.stream_options is not None and body.stream_options.include_usage
+        events = openai_completions.Stream(gateway.model, include_usage=counted)
+    return _Read(openai_completions.read(body), events)
 
 
-async def _read(request: Request) -> bytes:
+def _read_response(gateway: Gateway, credentials: Credentials, data: bytes) -> _Read:
+    body = decode(data, openai_responses.ResponsesRequest)
+    before: list[dict[str, Any]] = []
+    if body.previous_response_id is not None:
+        shown = _with_metadata(credentials, body.metadata)
+        before = gateway.conversation(shown, openai_responses.call_of(body.previous_response_id))
+    events = openai_responses.Stream(gateway.model) if body.stream else None
+    return _Read(openai_responses.read(body, before), events, body.metadata)
+
+
+def _read_message(gateway: Gateway, credentials: Credentials, data: bytes) -> _Read:
+    body = decode(data, anthropic_messages.MessagesRequest)
+    events = anthropic_messages.Stream(gateway.model) if body.stream else None
+    return _Read(anthropic_messages.read(body), events, body.metadata)
+
+
+_CHAT = _Api(_read_chat, openai_chat.write, openai_chat.error_body)
+_COMPLETIONS = _Api(_read_completion, openai_completions.write, openai_chat.error_body)
+_RESPONSES = _Api(_read_response, openai_responses.write, openai_chat.error_body)
+_MESSAGES = _Api(_read_message, anthropic_messages.write, anthropic_messages.error_body)
+
+
+def _shape_of(request: Request) -> Callable[[ApiError], dict[str, Any]]:
+    """Whose errors a request wants: Anthropic's clients always send this header."""
+    anthropic = "anthropic-version" in request.headers or "/v1/messages" in request.url.path
+    return anthropic_messages.error_body if anthropic else openai_chat.error_body
+
+
+# -- one request --------------------------------------------------------------------------------
+
+
+def _endpoint(gateway: Gateway, api: _Api) -> Callable[[Request], Any]:
+    async def endpoint(request: Request) -> Response:
+        try:
+            key = request.headers.get("idempotency-key")
+            if key is not None and len(key) > MAX_KEY_CHARACTERS:
+                raise invalid(
+                    f"Idempotency-Key has {len(key)} characters; send at most {MAX_KEY_CHARACTERS}"
+                )
+            credentials = _credentials(request)
+            read = api.read(gateway, credentials, await _body(request))
+            credentials = _with_metadata(credentials, read.metadata)
+            if read.events is None:
+                answers = await gateway.ask(credentials, read.turn, idempotency_key=key)
+                return _json(api.write(answers, gateway.model))
+            return await _stream(gateway, credentials, read.turn, read.events, key)
+        except ApiError as error:
+            return _refuse(error, api.error_body)
+        except ClientDisconnect:
+            return Response(status_code=499)  # nobody reads it; it only ends the request
+
+    return endpoint
+
+
+async def _stream(
+    gateway: Gateway, credentials: Credentials, turn: Turn, events: Events, key: str | None
+) -> Response:
+    """Begin to stream; what is refused before the first event is an ordinary error.
+
+    Raises:
+        ApiError: refused.
+    """
+    # Bounded by the tokens of the answer: pieces are of at least a character each.
+    pieces: asyncio.Queue[Start | Piece] = asyncio.Queue()
+    listener = Listener(pieces.put_nowait, pieces.put_nowait)
+    task = asyncio.create_task(
+        gateway.ask(credentials, turn, idempotency_key=key, listener=listener)
+    )
+    try:
+        first = asyncio.create_task(pieces.get())
+        await asyncio.wait({task, first}, return_when=asyncio.FIRST_COMPLETED)
+        if not first.done():
+            first.cancel()
+            task.result()  # raises: nothing ends well without a start
+            raise RuntimeError("an answer came without its start")
+    except BaseException:
+        task.cancel()
+        raise
+    begun = first.result()
+    assert isinstance(begun, Start)
+    return StreamingResponse(
+        _events(task, pieces, events, begun),
+        media_type="text/event-stream",
+        headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"},
+    )
+
+
+async def _events(
+    task: "asyncio.Task[list[Answer]]",
+    pieces: "asyncio.Queue[Start | Piece]",
+    events: Events,
+    begun: Start,
+) -> AsyncIterator[bytes]:
+    try:
+        yield _sse(events.start(begun))
+        while not task.done() or not pieces.empty():
+            following = asyncio.create_task(pieces.get())
+            try:
+                await asyncio.wait(
+                    {task, following},
+                    timeout=_KEEP_ALIVE_S,
+                    return_when=asyncio.FIRST_COMPLETED,
+                )
+            finally:
+                if not following.done():
+                    following.cancel()
+            if following.done() and not following.cancelled():
+                piece = following.result()
+                if isinstance(piece, Piece):
+                    yield _sse(events.piece(piece))
+            elif not task.done():
+                yield b": still here\n\n"
+        try:
+            yield _sse(events.end(task.result()))
+        except ApiError as error:
+            yield _sse(events.fail(error))
+        except Exception as error:
+            _log.exception("a streamed answer failed")
+            failure = ApiError(500, "internal_error", f"internal error: {error!r}")
+            yield _sse(events.fail(failure))
+    finally:
+        # The client is gone: what is still being generated nobody will read.
+        if not task.done():
+            task.cancel()
+
+
+def _sse(events: list[Event]) -> bytes:
+    parts = []
+    for event in events:
+        if event.name is not None:
+            parts.append(f"event: {event.name}\n".encode())
+        data = b"[DONE]" if event.data is None else _encode(event.data)
+        parts += [b"data: ", data, b"\n\n"]
+    return b"".join(parts)
+
+
+# -- bodies and keys ----------------------------------------------------------------------------
+
+
+def _json(value: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    return Response(
+        _encode(value), status_code=status, media_type="application/json", headers=headers
+    )
+
+
+def _refuse(error: ApiError, shape: Callable[[ApiError], dict[str, Any]]) -> Response:
+    headers = None
+    if error.retry_after_s is not None:
+        headers = {"Retry-After": f"{error.retry_after_s:.0f}"}
+    return _json(shape(error), error.status, headers)
+
+
+def _credentials(request: Request) -> Credentials:
+    headers = request.headers
+    scheme, _, key = headers.get("authorization", "").partition(" ")
+    bearer = key.strip() if scheme.lower() == "bearer" else None
+    return Credentials(
+        path=request.path_params.get("session"),
+        header=headers.get("x-headrace-session"),
+        api_key=headers.get("x-api-key") or bearer,
+    )
+
+
+def _with_metadata(credentials: Credentials, metadata: dict[str, Any] | None) -> Credentials:
+    for name in ("session", "user_id"):
+        value = (metadata or {}).get(name)
+        if isinstance(value, str):
+            return credentials._replace(metadata=value)
+    return credentials
+
+
+async def _body(request: Request) -> bytes:
     """The body, bounded."""
     chunks: list[bytes] = []
     size = 0

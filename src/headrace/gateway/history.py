@@ -1,16 +1,19 @@
 """Which recorded call a new request continues: messages first, tokens last.
 
 `History` is one session's tree of calls. It answers `match` from messages alone; the tokens of the
-matched call are then extended by the renderer's bridge (law L1). Pure bookkeeping: no I/O, no
+matched call are then extended by the renderer's bridge (law L1). What was rendered afresh may still
+begin with the very tokens of a recorded call: `match_tokens` finds it. Pure bookkeeping: no I/O, no
 tokens made here.
 """
 
 import hashlib
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Sequence
 from enum import StrEnum
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from headrace.rollout.types import Call
 from headrace.tokens.messages import Message, identity, same_reasoning
@@ -21,8 +24,16 @@ class ForkReason(StrEnum):
 
     REPEATED = "repeated_first_call"
     """The same messages as an earlier call without a parent: a sibling root, nothing lost."""
+    NEW_CONVERSATION = "new_conversation"
+    """It begins with other messages than any recorded call: a subagent, or a changed prompt."""
     REWRITTEN = "history_rewritten"
-    """No recorded call's messages and answer begin this request."""
+    """It begins like a recorded call and goes on otherwise: messages dropped or changed."""
+    RENDERED = "rendered_differently"
+    """The template, asked to render everything again, does not repeat what was sampled."""
+    CONTEXT_FOLDED = "context_folded"
+    """The gateway replaced old tool results, as it was told to."""
+    CONTEXT_DISCARDED = "context_discarded"
+    """The gateway began a fresh context, as it was told to."""
     ASSISTANT_INJECTED = "assistant_injected"
     """The client put an assistant message of its own after the recorded answer."""
     TOOLS_CHANGED = "tools_changed"
@@ -64,29 +75,48 @@ def tools_key(tools: Sequence[dict[str, Any]]) -> bytes:
 
 
 class History:
-    """The calls of one session, found again by what a client sends."""
+    """The calls of one session, found again by what a client sends.
 
-    def __init__(self) -> None:
+    Args:
+        normaliser: maps a message to what counts of it for matching, e.g. without a line that
+            changes with every request; None takes all of it.
+    """
+
+    def __init__(self, normaliser: Callable[[Message], Message] | None = None) -> None:
         self.calls: list[Call] = []
         """In index order."""
+        self.normaliser = normaliser
         self._by_messages: dict[bytes, list[Node]] = {}
         self._roots: set[bytes] = set()
+        self._beginnings: set[bytes] = set()
+        self._nodes: list[Node] = []
+        # Digests of the paths of the first `_indexed` nodes, by length.
+        self._by_path: dict[int, dict[bytes, Node]] = {}
+        self._indexed = 0
 
     def add(self, node: Node, messages: Sequence[Message]) -> None:
-        """Record `node`, which answered `messages`."""
-        digests = _digests([*messages, node.answer])
+        """Record `node`, which answered `messages`; none for a raw prompt."""
+        self.calls.append(node.call)
+        self._nodes.append(node)
+        if not messages:
+            return
+        digests = self._digests([*messages, node.answer])
         self._by_messages.setdefault(digests[-1], []).append(node)
+        self._beginnings.add(digests[0])
         if node.call.parent_id is None:
             self._roots.add(digests[-2])
-        self.calls.append(node.call)
 
     def match(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> Match:
         """The call with the longest history that `messages` continue with new messages only."""
         everything = list(messages)
         if not self.calls:
             return Match(None, everything, None)
-        digests = _digests(messages)
-        fork = ForkReason.REPEATED if digests[-1] in self._roots else ForkReason.REWRITTEN
+        digests = self._digests(messages)
+        fork = ForkReason.REWRITTEN
+        if digests[-1] in self._roots:
+            fork = ForkReason.REPEATED
+        elif digests[0] not in self._beginnings:
+            fork = ForkReason.NEW_CONVERSATION
         wanted = tools_key(tools)
         for count in range(len(messages) - 1, 0, -1):
             nodes = self._by_messages.get(digests[count - 1])
@@ -104,6 +134,56 @@ class History:
             return Match(_meant(same_tools, answer), everything[count:], None)
         return Match(None, everything, fork)
 
+    def match_tokens(self, ids: Sequence[int]) -> Node | None:
+        """The call with the longest path, prompt and output, that these ids begin with and exceed.
+
+        Costs a pass over the ids, and over paths that were not asked for before: for prompts that
+        no message matched.
+        """
+        for node in self._nodes[self._indexed :]:
+            path = np.array((*node.prompt_ids, *node.call.output_ids), dtype=np.int32)
+            digest = hashlib.blake2b(path.tobytes(), digest_size=16).digest()
+            self._by_path.setdefault(len(path), {})[digest] = node
+        self._indexed = len(self._nodes)
+        data = np.array(ids, dtype=np.int32).tobytes()
+        running, at, found = hashlib.blake2b(digest_size=16), 0, None
+        for length in sorted(length for length in self._by_path if length < len(ids)):
+            running.update(data[4 * at : 4 * length])
+            at = length
+            found = self._by_path[length].get(running.copy().digest(), found)
+        return found
+
+    def _digests(self, messages: Sequence[Message]) -> list[bytes]:
+        """A digest of every non-empty prefix of `messages`."""
+        running = hashlib.blake2b(digest_size=16)
+        digests: list[bytes] = []
+        for message in messages:
+            if self.normaliser is not None:
+                message = self.normaliser(message)
+            part = identity(message)
+            running.update(len(part).to_bytes(8, "little"))
+            running.update(part)
+            digests.append(running.copy().digest())
+        return digests
+
+
+def ignore_lines(patterns: Sequence[str]) -> Callable[[Message], Message]:
+    """A normaliser that leaves out every line in which one of the regular expressions is found.
+
+    For clients that put the time, a counter or a list of files into their system prompt.
+
+    Raises:
+        re.error: a pattern is not valid.
+    """
+    compiled = [re.compile(pattern) for pattern in patterns]
+
+    def normaliser(message: Message) -> Message:
+        lines = message["content"].split("\n")
+        kept = [line for line in lines if not any(p.search(line) for p in compiled)]
+        return message if len(kept) == len(lines) else {**message, "content": "\n".join(kept)}
+
+    return normaliser
+
 
 def _meant(nodes: list[Node], answer: Message) -> Node:
     """Among equal answers the one whose tool call ids came back, else the latest."""
@@ -113,15 +193,3 @@ def _meant(nodes: list[Node], answer: Message) -> Node:
 
 def _call_ids(message: Message) -> list[str | None]:
     return [call.get("id") for call in message.get("tool_calls", ())]
-
-
-def _digests(messages: Sequence[Message]) -> list[bytes]:
-    """A digest of every non-empty prefix of `messages`."""
-    running = hashlib.blake2b(digest_size=16)
-    digests: list[bytes] = []
-    for message in messages:
-        part = identity(message)
-        running.update(len(part).to_bytes(8, "little"))
-        running.update(part)
-        digests.append(running.copy().digest())
-    return digests

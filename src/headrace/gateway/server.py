@@ -1,7 +1,7 @@
 """A gateway on a port of this machine: its app, served, and its sessions closed before the port."""
 
 from headrace.gateway.app import create_app
-from headrace.gateway.sessions import Gateway
+from headrace.gateway.gateway import Gateway
 from headrace.http_server import HttpServer
 
 

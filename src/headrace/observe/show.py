@@ -4,6 +4,7 @@ Reads a run directory, prints to a rich console, changes nothing; safe beside a 
 """
 
 import codecs
+from collections import Counter
 from itertools import islice
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
+from rich.tree import Tree
 
 from headrace.errors import UserError
 from headrace.observe.conversation import conversation
@@ -34,7 +36,7 @@ from headrace.observe.vocabulary import Vocabulary
 from headrace.rollout.reading import LedgerReader
 from headrace.rollout.records import TRAIN, SessionSummary
 from headrace.rollout.segments import segments
-from headrace.rollout.types import Segment, Session
+from headrace.rollout.types import ParseState, Segment, Session
 
 LISTED = 200
 """Trajectories that `show RUN trajectories` prints, newest first."""
@@ -128,6 +130,51 @@ def show_trajectory(run_dir: Path, session_id: str, console: Console) -> None:
         console.print(_token_table(segment, vocabulary, summary))
     if not found:
         console.print("No token was sampled in this session.", style="dim")
+
+
+def show_session(run_dir: Path, session_id: str, console: Console) -> None:
+    """Print a session's calls as the tree they form: who continues whom, and why others fork.
+
+    Args:
+        run_dir: the run.
+        session_id: an id, or the beginning of one that no other id shares.
+        console: where to print.
+
+    Raises:
+        UserError: no run there, no ledger, or no such session.
+    """
+    with open_run(run_dir) as run:
+        ledger = _require_ledger(run)
+        summary = find_session(ledger, session_id)
+        session = ledger.session(summary.id)
+    _print_session_head(summary, session, console)
+    console.print(call_tree(session))
+    forks = Counter(call.fork_reason for call in session.calls if call.fork_reason)
+    for reason, times in forks.most_common():
+        console.print(f"{times} x {reason}", style="yellow", highlight=False)
+
+
+def call_tree(session: Session) -> Tree:
+    """The calls of a session under the calls they continue, in order."""
+    root = Tree(Text(session.id, style="bold"))
+    branches: dict[str, Tree] = {}
+    lengths: dict[str, int] = {}
+    for call in session.calls:
+        sampled = len(call.output_ids)
+        held = lengths.get(call.parent_id or "", 0)
+        lengths[call.id] = held + len(call.prompt_delta) + sampled
+        words = Text(f"call {call.index}  ")
+        words.append(f"{held} held + {len(call.prompt_delta)} read, {sampled} sampled")
+        words.append(f"  {call.finish_reason}", style="dim")
+        if call.parse_state is not ParseState.OK:
+            words.append(f"  {call.parse_state}", style="red")
+        if call.fork_reason is not None:
+            words.append(f"  fork: {call.fork_reason}", style="yellow")
+        versions = sorted({span.weight_version for span in call.spans})
+        if versions:
+            words.append("  " + ", ".join(f"v{version}" for version in versions), style="dim")
+        branches[call.id] = branches.get(call.parent_id or "", root).add(words)
+    return root
 
 
 _ROLE_STYLES = {"system": "magenta", "user": "blue", "assistant": "green", "tool": "yellow"}

@@ -1,5 +1,6 @@
 """The tables of a recipe other than stages: model, data, processes, measuring."""
 
+import re
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
@@ -182,12 +183,38 @@ class EngineTable(Table):
 
 
 class GatewayTable(Table):
-    """The OpenAI-compatible HTTP server."""
+    """The HTTP server that agents talk to, and what it makes of their histories."""
 
     host: str = "127.0.0.1"
     """Address to bind; loopback by default."""
     port: Annotated[int, Field(ge=0, le=65535)] = 0
     """Port; 0 picks a free one."""
+    mode: Literal["continue", "native"] = "continue"
+    """"continue" extends the tokens of earlier turns as they were read and sampled; "native"
+    renders every prompt afresh, as a deployed template would, and forks where that differs."""
+    thinking: Literal["template", "interleaved", "preserved", "turn"] = "template"
+    """What stays of earlier thinking (docs/thinking.md); "template" is the renderer's default."""
+    volatile: tuple[str, ...] = ()
+    """Regular expressions: a line that one of them is found in does not count when a history is
+    matched. For agents that put the time or a counter into their prompts."""
+    repairs: Annotated[int, Field(ge=0, le=10)] = 0
+    """How often the model is told, as a tool result, that its call cannot be read, and answers
+    again before the agent sees it."""
+    keep_recent: Annotated[int, Field(ge=0)] = 0
+    """Tool results kept, counted from the newest; older ones are replaced by a sentence. 0 keeps
+    all."""
+    discard_above: Annotated[int, Field(ge=0)] = 0
+    """Tokens of a prompt above which everything but the task is discarded; 0 never does."""
+
+    @field_validator("volatile")
+    @classmethod
+    def _are_patterns(cls, patterns: tuple[str, ...]) -> tuple[str, ...]:
+        for pattern in patterns:
+            try:
+                re.compile(pattern)
+            except re.error as error:
+                raise ValueError(f"{pattern!r} is no regular expression ({error})") from error
+        return patterns
 
 
 class SandboxTable(Table):

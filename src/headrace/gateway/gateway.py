@@ -1,0 +1,392 @@
+"""The gateway without HTTP: sessions, and requests of any API from their arrival to their answers.
+
+It admits requests, knows which are in flight and which repeat another, and ends them with their
+session. What a request's model reads is worked out in `prompts`, how it is answered and recorded in
+`answering`. One event loop owns a `Gateway`.
+"""
+
+import asyncio
+import contextlib
+import hashlib
+import secrets
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import msgspec
+
+from headrace.engine.types import (
+    EngineClient,
+)
+from headrace.gateway import openai_chat
+from headrace.gateway.answering import ENGINE_GRACE_S, Answering, AnswerOptions
+from headrace.gateway.context import ContextManager, ContextPolicy
+from headrace.gateway.prompts import Mode, render
+from headrace.gateway.request import ClientRequest
+from headrace.gateway.sessions import Credentials, Keyed, Session, SessionLimits, Sessions
+from headrace.gateway.turn import (
+    Answer,
+    ApiError,
+    Listener,
+    Piece,
+    Start,
+    Turn,
+    convert,
+    invalid,
+)
+from headrace.rollout.types import Call
+from headrace.tokens.messages import Message
+from headrace.tokens.renderer import ChatRenderer
+from headrace.tokens.thinking import (
+    Thinking,
+    ThinkingMode,
+    request_renderer,
+    supported_modes,
+)
+
+
+class Gateway:
+    """Model APIs over an engine, recorded per session.
+
+    Attributes:
+        model: name shown to clients; requests may name any model.
+        counters: calls, forks by reason, parse states, finish and error codes, tokens.
+    """
+
+    def __init__(
+        self,
+        engine: EngineClient,
+        renderer: ChatRenderer,
+        *,
+        model: str = "headrace",
+        on_call: Callable[[Call], None] | None = None,
+        request_timeout_s: float = 60.0,
+        default_max_tokens: int = 1024,
+        max_running: int = 1024,
+        max_running_per_session: int = 64,
+        require_key: bool = True,
+        mode: Mode = "continue",
+        thinking: ThinkingMode | None = None,
+        repairs: int = 0,
+        context: ContextPolicy | None = None,
+        normaliser: Callable[[Message], Message] | None = None,
+    ) -> None:
+        """
+        Args:
+            engine: what generates.
+            renderer: the checkpoint's renderer.
+            model: name for /v1/models.
+            on_call: receives every finished call, in index order within a session, before its
+                client is answered. An exception from it fails the request and the call is not
+                recorded.
+            request_timeout_s: deadline of one generation.
+            default_max_tokens: for requests that do not say.
+            max_running: most requests in flight; more are answered with 429.
+            max_running_per_session: the same within one session.
+            require_key: when False, a request without a session's key is answered in a session of
+                its own that ends with it (a plain model server).
+            mode: see `Mode`.
+            thinking: what stays of earlier thinking; None is the template's default.
+            repairs: how often the model is told, as a tool result, that its call cannot be read,
+                and answers again before its client sees it. Not while streaming.
+            context: manages the context of agents that do not do so themselves.
+            normaliser: what counts of a message for matching, see `history.ignore_lines`.
+        """
+        self.model = model
+        self.counters: Counter[str] = Counter()
+        self._engine = engine
+        self._renderer = renderer
+        options = AnswerOptions(request_timeout_s, default_max_tokens, mode, repairs)
+        self._answering = Answering(engine, renderer, options, self.counters, on_call)
+        self._max_running = max_running
+        self._max_running_per_session = max_running_per_session
+        self._require_key = require_key
+        self._thinking = thinking
+        self._context = context
+        self._normaliser = normaliser
+        self._sessions = Sessions()
+        self._running: dict[asyncio.Task[Any], list[str]] = {}
+        """Requests in flight of all sessions and their engine request ids."""
+        self._anonymous = 0
+
+    @property
+    def weight_version(self) -> int:
+        """Newest weights every engine has."""
+        return self._engine.weight_version
+
+    # ------------------------------------------------------------------ sessions
+
+    def open_session(
+        self,
+        session_id: str,
+        *,
+        limits: SessionLimits | None = None,
+        max_calls: int = 256,
+        lifetime_s: float | None = None,
+        seed: int | None = None,
+    ) -> str:
+        """Open a session and return its key.
+
+        Args:
+            session_id: unique among open sessions.
+            limits: what it may use; None is `max_calls` and `lifetime_s` alone.
+            max_calls: calls it may make.
+            lifetime_s: seconds until its key stops working; None for no limit.
+            seed: makes the sampling seeds of its calls, in order, a function of this number;
+                None leaves them to the engine.
+
+        Raises:
+            ValueError: the id is open already.
+        """
+        concurrent = self._max_running_per_session
+        if limits is None:
+            limits = SessionLimits(calls=max_calls, wall_s=lifetime_s, concurrent=concurrent)
+        return self._sessions.add(self._new_session(session_id, limits, seed))
+
+    def _new_session(self, session_id: str, limits: SessionLimits, seed: int | None) -> Session:
+        manager = None if self._context is None else ContextManager(self._context)
+        session = Session(session_id, limits, seed=seed, context=manager)
+        session.history.normaliser = self._normaliser
+        return session
+
+    def calls(self, session_id: str) -> tuple[Call, ...]:
+        """Calls an open session has recorded, in index order.
+
+        Raises:
+            KeyError: no such open session.
+        """
+        return tuple(self._sessions.get(session_id).history.calls)
+
+    async def close_session(self, session_id: str) -> tuple[Call, ...]:
+        """End a session: its key stops working, requests in flight are aborted and recorded.
+
+        Returns:
+            All its calls, in index order; () when it is not open.
+        """
+        session = self._sessions.remove(session_id)
+        if session is None:
+            return ()
+        await self._drain(session.running)
+        return tuple(session.history.calls)
+
+    async def close(self) -> None:
+        """Close every session and end requests that belong to none."""
+        await asyncio.gather(*(self.close_session(name) for name in self._sessions.ids))
+        await self._drain(self._running)
+
+    async def _drain(self, requests: dict[asyncio.Task[Any], list[str]]) -> None:
+        running = dict(requests)
+        if not running:
+            return
+        ids = [request_id for ids in running.values() for request_id in ids]
+        await asyncio.gather(*(self._answering.abort(request_id) for request_id in ids))
+        _, late = await asyncio.wait(running, timeout=ENGINE_GRACE_S)
+        for task in late:
+            task.cancel()
+        if late:
+            await asyncio.wait(late, timeout=ENGINE_GRACE_S)
+
+    # ------------------------------------------------------------------ requests
+
+    async def chat(
+        self,
+        key: str | None,
+        body: openai_chat.ChatRequest | dict[str, Any],
+        idempotency_key: str | None = None,
+    ) -> dict[str, Any]:
+        """`ask` in the terms of OpenAI's chat completions: body in, body out.
+
+        Raises:
+            ApiError: see `ask`.
+        """
+        credentials = Credentials(api_key=key)
+        with self._counting_errors():
+            self.admit(credentials)
+            request = convert(body, openai_chat.ChatRequest) if isinstance(body, dict) else body
+            turn = openai_chat.read(request)
+        answers = await self.ask(credentials, turn, idempotency_key=idempotency_key)
+        return openai_chat.write(answers, self.model)
+
+    async def ask(
+        self,
+        credentials: Credentials,
+        turn: Turn,
+        *,
+        idempotency_key: str | None = None,
+        listener: Listener | None = None,
+    ) -> list[Answer]:
+        """Answer one request.
+
+        Once begun, a request runs to its end and is recorded even if the caller stops waiting,
+        except that nobody else can want an answer that is streamed without an idempotency key: it
+        is aborted, and what was sampled is recorded.
+
+        Args:
+            credentials: where the client showed its session's key.
+            turn: the request.
+            idempotency_key: repeating a key in a session gives the first answers again, also while
+                they are still being generated; one key generates once.
+            listener: told of the answers as they come.
+
+        Raises:
+            ApiError: everything a client can cause, and engines that refuse.
+        """
+        with self._counting_errors():
+            session = self._find(credentials)
+            task, ours = self._begin(session, turn, idempotency_key, listener)
+            try:
+                answers = await asyncio.shield(task)
+            except asyncio.CancelledError:
+                if listener is not None and idempotency_key is None and not task.done():
+                    aborts = (self._answering.abort(i) for i in self._running.get(task, ()))
+                    await asyncio.shield(asyncio.gather(*aborts))
+                raise
+            if listener is not None and not ours:
+                _replay(answers, listener)
+            return answers
+
+    @contextlib.contextmanager
+    def _counting_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except ApiError as error:
+            self.counters[f"error.{error.code}"] += 1
+            raise
+
+    def conversation(self, credentials: Credentials, response_id: str) -> list[dict[str, Any]]:
+        """Messages up to and with an earlier response of the session, in chat form.
+
+        Raises:
+            ApiError: 401 or 404.
+        """
+        with self._counting_errors():
+            return self._find(credentials).conversation(response_id)
+
+    def count(self, credentials: Credentials, turn: Turn) -> int:
+        """Tokens of the prompt that a turn would have, were it rendered afresh.
+
+        Raises:
+            ApiError: 400 or 401.
+        """
+        with self._counting_errors():
+            self.admit(credentials)
+            return len(render(self._renderer_for(turn), turn.messages, turn))
+
+    def admit(self, credentials: Credentials) -> Session | None:
+        """The session that the credentials name; None for a request without one, if that is
+        allowed.
+
+        Raises:
+            ApiError: 401.
+        """
+        session = self._sessions.find(credentials)
+        if session is None and self._require_key:
+            raise ApiError(
+                401, "invalid_api_key", "the API key belongs to no open session; open one"
+            )
+        return session
+
+    def _find(self, credentials: Credentials) -> Session:
+        """The session that the credentials name, or one for this request."""
+        session = self.admit(credentials)
+        if session is not None:
+            return session
+        self._anonymous += 1
+        limits = SessionLimits(concurrent=self._max_running_per_session)
+        return self._new_session(f"anonymous-{self._anonymous}", limits, None)
+
+    def _begin(
+        self,
+        session: Session,
+        turn: Turn,
+        idempotency_key: str | None,
+        listener: Listener | None,
+    ) -> tuple[asyncio.Task[list[Answer]], bool]:
+        """The task that answers, and whether it is this request's own."""
+        fingerprint = b""
+        if idempotency_key is not None:
+            fingerprint = hashlib.blake2b(msgspec.msgpack.encode(turn)).digest()
+            known = session.by_key.get(idempotency_key)
+            if known is not None:
+                if known.fingerprint != fingerprint:
+                    raise invalid(
+                        f"Idempotency-Key {idempotency_key!r} was used for another request; "
+                        "send a new key",
+                        code="idempotency_key_reused",
+                    )
+                self.counters["repeated"] += 1
+                return known.task, False
+        session.admit(turn.n)
+        if sum(map(len, self._running.values())) + turn.n > self._max_running:
+            raise ApiError(
+                429, "overloaded", "too many requests in flight; retry later", retry_after_s=1.0
+            )
+        request = ClientRequest(
+            session,
+            turn,
+            self._renderer_for(turn),
+            self._budget_of(turn),
+            idempotency_key,
+            session.next_serial(),
+            session.calls_begun,
+            listener,
+        )
+        ids = [f"{request.response_id}:{k}:{secrets.token_hex(4)}" for k in range(turn.n)]
+        task = asyncio.create_task(self._answering.answer(request, ids), name=ids[0])
+        self._running[task] = session.running[task] = ids
+        if idempotency_key is not None:
+            session.by_key[idempotency_key] = Keyed(fingerprint, task)
+
+        def ended(task: asyncio.Task[list[Answer]]) -> None:
+            del self._running[task], session.running[task]
+            failed = task.cancelled() or task.exception() is not None
+            if failed and idempotency_key is not None:
+                del session.by_key[idempotency_key]  # nothing was answered, so a retry may try
+
+        task.add_done_callback(ended)
+        return task, True
+
+    def _renderer_for(self, turn: Turn) -> ChatRenderer:
+        """The renderer that thinks as the session's mode and the client want it.
+
+        A client may ask for thinking, or for none, of a model that cannot: agents do so by default,
+        and the answer is then what the model can do.
+
+        Raises:
+            ApiError: 400, a budget that the format cannot keep.
+        """
+        renderer, modes = self._renderer, supported_modes(self._renderer)
+        budget = self._budget_of(turn)
+        if turn.prompt is not None or not modes:
+            return renderer
+        if self._thinking is None and turn.thinking is None and budget is None:
+            return renderer
+        mode = self._thinking or (
+            ThinkingMode.INTERLEAVED if ThinkingMode.INTERLEAVED in modes else min(modes)
+        )
+        enabled = turn.thinking is not False or ThinkingMode.TURN not in modes
+        try:
+            return request_renderer(renderer, Thinking(mode, enabled, budget))
+        except ValueError as error:
+            raise invalid(str(error), param="thinking") from error
+
+    def _budget_of(self, turn: Turn) -> int | None:
+        """Most tokens of thinking, where this format can end it."""
+        if turn.prompt is not None or self._renderer.think_end_id is None:
+            return None
+        if turn.thinking is False and ThinkingMode.TURN not in supported_modes(self._renderer):
+            return 0
+        return turn.thinking_budget
+
+
+def _replay(answers: Sequence[Answer], listener: Listener) -> None:
+    """Stream answers that are complete already."""
+    first = answers[0]
+    listener.start(Start(first.response_id, first.created, first.usage.prompt))
+    for answer in answers:
+        if answer.reasoning:
+            listener.piece(Piece(answer.index, reasoning=answer.reasoning))
+        if answer.content:
+            listener.piece(Piece(answer.index, content=answer.content))
+        for call in answer.tool_calls:
+            listener.piece(Piece(answer.index, call=call))

@@ -1,0 +1,268 @@
+"""OpenAI chat completions: bodies in, bodies and chunks out.
+
+`top_k`, `min_p` and `repetition_penalty` are the extensions that vLLM and SGLang share;
+`chat_template_kwargs.enable_thinking` switches thinking, `thinking_budget` beside it bounds its
+tokens, and `reasoning_content` carries it.
+Unknown fields are ignored, as OpenAI does; a known one that would change the answer and is not
+supported is refused.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from headrace.gateway.turn import (
+    Answer,
+    ApiError,
+    Event,
+    Piece,
+    Start,
+    TokenScore,
+    Turn,
+    Usage,
+    Wish,
+    as_stops,
+    new_turn,
+    total_usage,
+    unsupported,
+)
+
+
+class StreamOptions(msgspec.Struct, frozen=True):
+    """What to add to a stream."""
+
+    include_usage: bool = False
+
+
+class ChatRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """The body of POST /v1/chat/completions, as OpenAI documents it."""
+
+    messages: list[Any]
+    model: str = ""
+    tools: list[Any] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = None
+    seed: int | None = None
+    n: int | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    stop: str | list[str] | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[int, float] | None = None
+    response_format: dict[str, Any] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    metadata: dict[str, Any] | None = None
+
+
+def read(request: ChatRequest) -> Turn:
+    """Check a request.
+
+    Raises:
+        ApiError: 400, naming the parameter, its value and what to send instead.
+    """
+    if request.response_format and request.response_format.get("type") != "text":
+        raise unsupported(
+            "response_format",
+            request.response_format.get("type"),
+            "the server does not constrain sampling; describe the format in a message instead",
+        )
+    if request.tool_choice not in (None, "auto", "none"):
+        raise unsupported("tool_choice", request.tool_choice, "send 'auto' or 'none'")
+    limit = request.max_completion_tokens
+    top_k = request.top_k or 0
+    wish = Wish(
+        max_tokens=request.max_tokens if limit is None else limit,
+        temperature=1.0 if request.temperature is None else request.temperature,
+        top_p=1.0 if request.top_p is None else request.top_p,
+        top_k=0 if top_k == -1 else top_k,  # vLLM's spelling of "all"
+        min_p=request.min_p or 0.0,
+        repetition_penalty=(
+            1.0 if request.repetition_penalty is None else request.repetition_penalty
+        ),
+        presence_penalty=request.presence_penalty or 0.0,
+        frequency_penalty=request.frequency_penalty or 0.0,
+        logit_bias=request.logit_bias or {},
+        seed=request.seed,
+        stop=as_stops(request.stop),
+        logprobs=(request.top_logprobs or 0) if request.logprobs else None,
+    )
+    thinking = (request.chat_template_kwargs or {}).get("enable_thinking")
+    budget = (request.chat_template_kwargs or {}).get("thinking_budget")
+    return new_turn(
+        request.messages,
+        tools=request.tools or (),
+        n=1 if request.n is None else request.n,
+        wish=wish,
+        calls_allowed=request.tool_choice != "none",
+        model=request.model,
+        thinking=thinking if isinstance(thinking, bool) else None,
+        thinking_budget=budget if type(budget) is int else None,
+    )
+
+
+# -- answers ------------------------------------------------------------------------------------
+
+
+def write(answers: Sequence[Answer], model: str) -> dict[str, Any]:
+    """The body of a response."""
+    return {
+        "id": f"chatcmpl-{answers[0].response_id}",
+        "object": "chat.completion",
+        "created": answers[0].created,
+        "model": model,
+        "choices": [
+            {
+                "index": answer.index,
+                "message": message(answer),
+                "finish_reason": answer.finish,
+                "logprobs": _logprobs(answer.scores),
+            }
+            for answer in answers
+        ],
+        "usage": usage(total_usage(answers)),
+        "headrace": (
+            answers[0].record if len(answers) == 1 else [answer.record for answer in answers]
+        ),
+    }
+
+
+def message(answer: Answer) -> dict[str, Any]:
+    """An answer as an assistant message."""
+    written: dict[str, Any] = {"role": "assistant", "content": answer.content}
+    if answer.tool_calls:
+        written["content"] = answer.content or None
+        written["tool_calls"] = [
+            {
+                "id": call.id,
+                "type": "function",
+                "function": {"name": call.name, "arguments": call.arguments},
+                **({} if call.reasoning is None else {"reasoning_content": call.reasoning}),
+            }
+            for call in answer.tool_calls
+        ]
+    if answer.reasoning is not None:
+        written["reasoning_content"] = answer.reasoning
+    return written
+
+
+def usage(count: Usage) -> dict[str, Any]:
+    """Tokens, as OpenAI counts them."""
+    return {
+        "prompt_tokens": count.prompt,
+        "completion_tokens": count.completion,
+        "total_tokens": count.total,
+        "prompt_tokens_details": {"cached_tokens": count.cached},
+        "completion_tokens_details": {"reasoning_tokens": count.reasoning},
+    }
+
+
+def _logprobs(scores: Sequence[TokenScore] | None) -> dict[str, Any] | None:
+    if scores is None:
+        return None
+    return {
+        "content": [
+            _score(score) | {"top_logprobs": [_score(other) for other in score.alternatives]}
+            for score in scores
+        ]
+    }
+
+
+def _score(score: TokenScore) -> dict[str, Any]:
+    return {"token": score.text, "logprob": score.logprob, "bytes": list(score.data)}
+
+
+class Stream:
+    """The chunks of one streamed response; see `Events`.
+
+    Args:
+        model: name to show.
+        include_usage: end with a chunk of token counts.
+    """
+
+    def __init__(self, model: str, *, include_usage: bool) -> None:
+        self._head: dict[str, Any] = {"object": "chat.completion.chunk", "model": model}
+        self._include_usage = include_usage
+        self._begun: set[int] = set()
+        self._calls: dict[int, int] = {}
+
+    def start(self, start: Start) -> list[Event]:
+        self._head |= {"id": f"chatcmpl-{start.response_id}", "created": start.created}
+        return []
+
+    def piece(self, piece: Piece) -> list[Event]:
+        delta: dict[str, Any] = {}
+        if piece.reasoning:
+            delta["reasoning_content"] = piece.reasoning
+        if piece.content:
+            delta["content"] = piece.content
+        if piece.call is not None:
+            number = self._calls[piece.index] = self._calls.get(piece.index, -1) + 1
+            function = {"name": piece.call.name, "arguments": piece.call.arguments}
+            delta["tool_calls"] = [
+                {"index": number, "id": piece.call.id, "type": "function", "function": function}
+            ]
+        elif piece.arguments:
+            number = self._calls[piece.index]
+            delta["tool_calls"] = [{"index": number, "function": {"arguments": piece.arguments}}]
+        return [*self._begin(piece.index), self._chunk(piece.index, delta)]
+
+    def end(self, answers: Sequence[Answer]) -> list[Event]:
+        events = []
+        for answer in answers:
+            events += self._begin(answer.index)
+            last = self._chunk(answer.index, {}, answer.finish, _logprobs(answer.scores))
+            events.append(Event(None, (last.data or {}) | {"headrace": answer.record}))
+        if self._include_usage:
+            counts = self._head | {"choices": [], "usage": usage(total_usage(answers))}
+            events.append(Event(None, counts))
+        return [*events, Event(None, None)]
+
+    def fail(self, error: ApiError) -> list[Event]:
+        return [Event(None, error_body(error))]
+
+    def _begin(self, index: int) -> list[Event]:
+        if index in self._begun:
+            return []
+        self._begun.add(index)
+        return [self._chunk(index, {"role": "assistant", "content": ""})]
+
+    def _chunk(
+        self,
+        index: int,
+        delta: dict[str, Any],
+        finish: str | None = None,
+        logprobs: dict[str, Any] | None = None,
+    ) -> Event:
+        choice = {"index": index, "delta": delta, "finish_reason": finish, "logprobs": logprobs}
+        return Event(None, self._head | {"choices": [choice]})
+
+
+_KINDS = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    429: "rate_limit_error",
+}
+
+
+def error_body(error: ApiError) -> dict[str, Any]:
+    """The JSON body that OpenAI clients read."""
+    server = "server_error" if error.status >= 500 else "invalid_request_error"
+    return {
+        "error": {
+            "message": error.message,
+            "type": _KINDS.get(error.status, server),
+            "param": error.param,
+            "code": error.code,
+        }
+    }

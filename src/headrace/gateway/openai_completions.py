@@ -1,0 +1,158 @@
+"""OpenAI completions: a text or token ids continued as they are, without a chat template."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from headrace.gateway.openai_chat import StreamOptions, error_body, usage
+from headrace.gateway.turn import (
+    MAX_SAMPLES,
+    Answer,
+    ApiError,
+    Event,
+    Piece,
+    Start,
+    TokenScore,
+    Turn,
+    Wish,
+    as_stops,
+    invalid,
+    total_usage,
+    unsupported,
+)
+
+DEFAULT_MAX_TOKENS = 16
+"""As OpenAI documents it."""
+
+
+class CompletionRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """The body of POST /v1/completions."""
+
+    prompt: str | list[Any]
+    model: str = ""
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    n: int | None = None
+    seed: int | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    stop: str | list[str] | None = None
+    logprobs: int | None = None
+    echo: bool | None = None
+    suffix: str | None = None
+    best_of: int | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[int, float] | None = None
+
+
+def read(request: CompletionRequest) -> Turn:
+    """Check a request.
+
+    Raises:
+        ApiError: 400, naming the parameter, its value and what to send instead.
+    """
+    if request.echo:
+        raise unsupported("echo", True, "leave it out; the prompt is yours already")
+    if request.suffix:
+        raise unsupported("suffix", request.suffix, "leave it out")
+    n = 1 if request.n is None else request.n
+    if request.best_of not in (None, n):
+        raise unsupported("best_of", request.best_of, "leave it out, or send it equal to n")
+    if not 1 <= n <= MAX_SAMPLES:
+        raise invalid(f"n={n} is out of range; send 1 to {MAX_SAMPLES}", param="n")
+    wish = Wish(
+        max_tokens=DEFAULT_MAX_TOKENS if request.max_tokens is None else request.max_tokens,
+        temperature=1.0 if request.temperature is None else request.temperature,
+        top_p=1.0 if request.top_p is None else request.top_p,
+        top_k=max(0, request.top_k or 0),
+        presence_penalty=request.presence_penalty or 0.0,
+        frequency_penalty=request.frequency_penalty or 0.0,
+        logit_bias=request.logit_bias or {},
+        seed=request.seed,
+        stop=as_stops(request.stop),
+        logprobs=request.logprobs,
+    )
+    return Turn(prompt=_prompt(request.prompt), n=n, wish=wish.checked(), model=request.model)
+
+
+def _prompt(prompt: str | list[Any]) -> str | tuple[int, ...]:
+    """One prompt; OpenAI allows a list of them, which this server does not."""
+    if isinstance(prompt, list) and len(prompt) == 1 and not isinstance(prompt[0], int):
+        prompt = prompt[0]
+    if isinstance(prompt, str):
+        found: str | tuple[int, ...] = prompt
+    elif isinstance(prompt, list) and all(type(token) is int for token in prompt):
+        found = tuple(prompt)
+    else:
+        raise unsupported("prompt", "several prompts", "send one text or one list of token ids")
+    if not found:
+        raise invalid("prompt is empty; send a text or token ids", param="prompt")
+    return found
+
+
+def write(answers: Sequence[Answer], model: str) -> dict[str, Any]:
+    """The body of a response."""
+    return {
+        "id": f"cmpl-{answers[0].response_id}",
+        "object": "text_completion",
+        "created": answers[0].created,
+        "model": model,
+        "choices": [_choice(a.index, a.content, _finish(a), _logprobs(a.scores)) for a in answers],
+        "usage": usage(total_usage(answers)),
+    }
+
+
+def _choice(
+    index: int, text: str, finish: str | None, logprobs: dict[str, Any] | None
+) -> dict[str, Any]:
+    return {"index": index, "text": text, "finish_reason": finish, "logprobs": logprobs}
+
+
+def _finish(answer: Answer) -> str:
+    return "length" if answer.finish == "length" else "stop"
+
+
+def _logprobs(scores: Sequence[TokenScore] | None) -> dict[str, Any] | None:
+    if scores is None:
+        return None
+    offsets, at = [], 0
+    for score in scores:
+        offsets.append(at)
+        at += len(score.text)
+    return {
+        "tokens": [score.text for score in scores],
+        "token_logprobs": [score.logprob for score in scores],
+        "top_logprobs": [{o.text: o.logprob for o in score.alternatives} for score in scores],
+        "text_offset": offsets,
+    }
+
+
+class Stream:
+    """The chunks of one streamed response; see `Events`, arguments as in `openai_chat.Stream`."""
+
+    def __init__(self, model: str, *, include_usage: bool) -> None:
+        self._head: dict[str, Any] = {"object": "text_completion", "model": model}
+        self._include_usage = include_usage
+
+    def start(self, start: Start) -> list[Event]:
+        self._head |= {"id": f"cmpl-{start.response_id}", "created": start.created}
+        return []
+
+    def piece(self, piece: Piece) -> list[Event]:
+        choice = _choice(piece.index, piece.content, None, None)
+        return [Event(None, self._head | {"choices": [choice]})]
+
+    def end(self, answers: Sequence[Answer]) -> list[Event]:
+        last = [_choice(a.index, "", _finish(a), _logprobs(a.scores)) for a in answers]
+        events = [Event(None, self._head | {"choices": [choice]}) for choice in last]
+        if self._include_usage:
+            counts = self._head | {"choices": [], "usage": usage(total_usage(answers))}
+            events.append(Event(None, counts))
+        return [*events, Event(None, None)]
+
+    def fail(self, error: ApiError) -> list[Event]:
+        return [Event(None, error_body(error))]

@@ -1,0 +1,410 @@
+"""OpenAI responses: the subset that coding agents use, with function tools and text.
+
+Items of the input are turned into chat messages: reasoning, message and function calls that follow
+each other are one assistant message. With `previous_response_id` the earlier conversation of the
+same session goes before the input.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import msgspec
+
+from headrace.gateway.openai_chat import error_body
+from headrace.gateway.turn import (
+    Answer,
+    ApiError,
+    Event,
+    Piece,
+    Start,
+    TokenScore,
+    ToolCall,
+    Turn,
+    Usage,
+    Wish,
+    invalid,
+    new_turn,
+    unsupported,
+)
+
+
+class ResponsesRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """The body of POST /v1/responses."""
+
+    input: str | list[Any]
+    model: str = ""
+    instructions: str | None = None
+    previous_response_id: str | None = None
+    tools: list[Any] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    max_output_tokens: int | None = None
+    stream: bool | None = None
+    store: bool | None = None
+    background: bool | None = None
+    reasoning: dict[str, Any] | None = None
+    text: dict[str, Any] | None = None
+    include: list[str] | None = None
+    top_logprobs: int | None = None
+    metadata: dict[str, Any] | None = None
+
+
+def read(request: ResponsesRequest, before: Sequence[dict[str, Any]] = ()) -> Turn:
+    """Check a request.
+
+    Args:
+        before: chat messages of the conversation that `previous_response_id` names.
+
+    Raises:
+        ApiError: 400, naming the parameter, its value and what to send instead.
+    """
+    if request.background:
+        raise unsupported("background", True, "leave it out and wait for the answer")
+    kind = ((request.text or {}).get("format") or {}).get("type", "text")
+    if kind != "text":
+        raise unsupported("text.format.type", kind, "describe the format in the input instead")
+    if request.tool_choice not in (None, "auto", "none"):
+        raise unsupported("tool_choice", request.tool_choice, "send 'auto' or 'none'")
+    scored = "message.output_text.logprobs" in (request.include or ())
+    wish = Wish(
+        max_tokens=request.max_output_tokens,
+        temperature=1.0 if request.temperature is None else request.temperature,
+        top_p=1.0 if request.top_p is None else request.top_p,
+        logprobs=(request.top_logprobs or 0) if scored or request.top_logprobs else None,
+    )
+    effort = (request.reasoning or {}).get("effort")
+    messages: list[dict[str, Any]] = []
+    if request.instructions:
+        messages.append({"role": "system", "content": request.instructions})
+        if before and before[0]["role"] == "system":
+            # New instructions take the place of earlier ones; without any, those stay.
+            before = before[1:]
+    messages += before
+    messages += _merged(_items(request.input))
+    return new_turn(
+        messages,
+        tools=[_tool(tool, i) for i, tool in enumerate(request.tools or ())],
+        wish=wish,
+        calls_allowed=request.tool_choice != "none",
+        model=request.model,
+        thinking=None if effort is None else effort != "none",
+    )
+
+
+def _tool(tool: Any, number: int) -> dict[str, Any]:
+    kind = tool.get("type") if isinstance(tool, dict) else type(tool).__name__
+    if kind != "function":
+        raise unsupported(f"tools[{number}].type", kind, "send function tools")
+    fields = ("name", "description", "parameters", "strict")
+    function = {name: tool[name] for name in fields if tool.get(name) is not None}
+    return {"type": "function", "function": function}
+
+
+# -- input --------------------------------------------------------------------------------------
+
+
+def _items(given: str | list[Any]) -> Iterator[dict[str, Any]]:
+    """Each input item as a chat message of its own."""
+    if isinstance(given, str):
+        yield {"role": "user", "content": given}
+        return
+    for i, item in enumerate(given):
+        place = f"input[{i}]"
+        if not isinstance(item, dict):
+            raise invalid(f"{place} is {type(item).__name__}; send an object", param="input")
+        kind = item.get("type", "message")
+        if kind == "message":
+            role = item.get("role")
+            yield {"role": role, "content": _text(item.get("content"), f"{place}.content")}
+        elif kind == "function_call":
+            function = {"name": item.get("name"), "arguments": item.get("arguments") or "{}"}
+            call = {"id": item.get("call_id"), "type": "function", "function": function}
+            yield {"role": "assistant", "content": "", "tool_calls": [call]}
+        elif kind == "function_call_output":
+            output = _text(item.get("output"), f"{place}.output")
+            yield {"role": "tool", "tool_call_id": item.get("call_id"), "content": output}
+        elif kind == "reasoning":
+            thought = _text(item.get("content") or "", f"{place}.content")
+            yield {"role": "assistant", "content": "", "reasoning_content": thought}
+        else:
+            raise unsupported(
+                f"{place}.type", kind, "send messages, function calls, their outputs and reasoning"
+            )
+
+
+def _text(content: Any, place: str) -> str:
+    if content is None or isinstance(content, str):
+        return content or ""
+    if not isinstance(content, list):
+        raise invalid(f"{place} must be a text or a list of parts", param="input")
+    texts = []
+    for j, part in enumerate(content):
+        text = part.get("text") if isinstance(part, dict) else None
+        if not isinstance(text, str):
+            kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+            raise unsupported(f"{place}[{j}].type", kind, "send text parts")
+        texts.append(text)
+    return "".join(texts)
+
+
+def _merged(messages: Iterator[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What one answer was made of becomes one message again."""
+    merged: list[dict[str, Any]] = []
+    for message in messages:
+        last = merged[-1] if merged else None
+        if last is None or not last["role"] == message["role"] == "assistant":
+            merged.append(dict(message))
+            continue
+        last["content"] += message["content"]
+        for key, empty in (("reasoning_content", ""), ("tool_calls", [])):
+            if message.get(key):
+                last[key] = last.get(key, empty) + message[key]
+    return merged
+
+
+# -- answers ------------------------------------------------------------------------------------
+
+
+def write(answers: Sequence[Answer], model: str) -> dict[str, Any]:
+    """The body of a response."""
+    answer = answers[0]
+    output: list[dict[str, Any]] = []
+    if answer.reasoning is not None:
+        output.append(_reasoning(_item_id("rs", answer.response_id, 0), answer.reasoning))
+    if answer.content or not answer.tool_calls:
+        item = _item_id("msg", answer.response_id, len(output))
+        output.append(_message(item, answer.content, answer.scores))
+    for call in answer.tool_calls:
+        output.append(_function_call(_item_id("fc", answer.response_id, len(output)), call))
+    return _body(answer.response_id, answer.created, model, output, answer)
+
+
+def _body(
+    call_id: str,
+    created: int,
+    model: str,
+    output: list[dict[str, Any]],
+    answer: Answer | None = None,
+) -> dict[str, Any]:
+    """The response object, in progress without an answer."""
+    cut = answer is not None and answer.finish == "length"
+    status = "in_progress" if answer is None else "incomplete" if cut else "completed"
+    return {
+        "id": response_id(call_id),
+        "object": "response",
+        "created_at": created,
+        "model": model,
+        "status": status,
+        "error": None,
+        "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
+        "output": output,
+        "parallel_tool_calls": True,
+        "tool_choice": "auto",
+        "tools": [],
+        "usage": None if answer is None else _usage(answer.usage),
+        "headrace": None if answer is None else answer.record,
+    }
+
+
+def response_id(name: str) -> str:
+    """What `previous_response_id` names a response by."""
+    return f"resp_{name}"
+
+
+def call_of(response_id: str) -> str:
+    """What `response_id` made it from."""
+    return response_id.removeprefix("resp_")
+
+
+def _item_id(prefix: str, call_id: str, number: int) -> str:
+    return f"{prefix}_{call_id}_{number}"
+
+
+def _usage(count: Usage) -> dict[str, Any]:
+    return {
+        "input_tokens": count.prompt,
+        "input_tokens_details": {"cached_tokens": count.cached, "cache_write_tokens": 0},
+        "output_tokens": count.completion,
+        "output_tokens_details": {"reasoning_tokens": count.reasoning},
+        "total_tokens": count.total,
+    }
+
+
+def _reasoning(item: str, text: str) -> dict[str, Any]:
+    content = [{"type": "reasoning_text", "text": text}] if text else []
+    return {"id": item, "type": "reasoning", "summary": [], "content": content}
+
+
+def _message(
+    item: str, text: str | None, scores: Sequence[TokenScore] | None = None
+) -> dict[str, Any]:
+    """A message; with text None one that has just begun."""
+    return {
+        "id": item,
+        "type": "message",
+        "role": "assistant",
+        "status": "in_progress" if text is None else "completed",
+        "content": [] if text is None else [_part(text, scores)],
+    }
+
+
+def _part(text: str, scores: Sequence[TokenScore] | None = None) -> dict[str, Any]:
+    logprobs = [
+        {
+            "token": score.text,
+            "bytes": list(score.data),
+            "logprob": score.logprob,
+            "top_logprobs": [
+                {"token": other.text, "bytes": list(other.data), "logprob": other.logprob}
+                for other in score.alternatives
+            ],
+        }
+        for score in scores or ()
+    ]
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
+
+
+def _function_call(item: str, call: ToolCall, status: str = "completed") -> dict[str, Any]:
+    return {
+        "id": item,
+        "type": "function_call",
+        "call_id": call.id,
+        "name": call.name,
+        "arguments": call.arguments,
+        "status": status,
+    }
+
+
+class Stream:
+    """The events of one streamed response; see `Events`."""
+
+    def __init__(self, model: str) -> None:
+        self._model = model
+        self._start = Start("", 0, 0)
+        self._number = 0
+        self._done: list[dict[str, Any]] = []
+        # The item being written: its kind, its text so far, and its call.
+        self._kind: str | None = None
+        self._text = ""
+        self._call: ToolCall | None = None
+
+    def start(self, start: Start) -> list[Event]:
+        self._start = start
+        body = _body(start.response_id, start.created, self._model, [])
+        return [
+            self._event("response.created", response=body),
+            self._event("response.in_progress", response=body),
+        ]
+
+    def piece(self, piece: Piece) -> list[Event]:
+        events: list[Event] = []
+        if piece.reasoning:
+            events += self._open("reasoning")
+            events += self._add("response.reasoning_text.delta", piece.reasoning, content_index=0)
+        if piece.content:
+            events += self._open("message")
+            events += self._add(
+                "response.output_text.delta", piece.content, content_index=0, logprobs=[]
+            )
+        arguments = piece.arguments
+        if piece.call is not None:
+            events += self._close()
+            events += self._open("function_call", piece.call._replace(arguments=""))
+            arguments = piece.call.arguments
+        if arguments:
+            events += self._add("response.function_call_arguments.delta", arguments)
+        return events
+
+    def end(self, answers: Sequence[Answer]) -> list[Event]:
+        answer = answers[0]
+        events = self._close(answer.scores)
+        if not any(item["type"] in ("message", "function_call") for item in self._done):
+            events += self._open("message") + self._close(answer.scores)
+        start = self._start
+        body = _body(start.response_id, start.created, self._model, self._done, answer)
+        name = "response.incomplete" if answer.finish == "length" else "response.completed"
+        return [*events, self._event(name, response=body)]
+
+    def fail(self, error: ApiError) -> list[Event]:
+        described = error_body(error)["error"]
+        fields = {key: described[key] for key in ("code", "message", "param")}
+        return [self._event("error", **fields)]
+
+    # -- one item -------------------------------------------------------------------------------
+
+    @property
+    def _place(self) -> dict[str, Any]:
+        prefix = {"reasoning": "rs", "message": "msg", "function_call": "fc"}[self._kind or ""]
+        number = len(self._done)
+        return {
+            "item_id": _item_id(prefix, self._start.response_id, number),
+            "output_index": number,
+        }
+
+    def _open(self, kind: str, call: ToolCall | None = None) -> list[Event]:
+        if self._kind == kind:
+            return []
+        events = self._close()
+        self._kind, self._text, self._call = kind, "", call
+        place = self._place
+        item = self._item(begun=True)
+        index = place["output_index"]
+        events.append(self._event("response.output_item.added", output_index=index, item=item))
+        if kind == "message":
+            part = _part("")
+            events.append(
+                self._event("response.content_part.added", **place, content_index=0, part=part)
+            )
+        return events
+
+    def _add(self, name: str, text: str, **fields: Any) -> list[Event]:
+        self._text += text
+        return [self._event(name, **self._place, delta=text, **fields)]
+
+    def _close(self, scores: Sequence[TokenScore] | None = None) -> list[Event]:
+        if self._kind is None:
+            return []
+        place, text, events = self._place, self._text, []
+        if self._kind == "message":
+            part = _part(text, scores)
+            events.append(
+                self._event(
+                    "response.output_text.done",
+                    **place,
+                    content_index=0,
+                    text=text,
+                    logprobs=part["logprobs"],
+                )
+            )
+            events.append(
+                self._event("response.content_part.done", **place, content_index=0, part=part)
+            )
+        elif self._kind == "reasoning":
+            events.append(
+                self._event("response.reasoning_text.done", **place, content_index=0, text=text)
+            )
+        else:
+            events.append(
+                self._event("response.function_call_arguments.done", **place, arguments=text)
+            )
+        item = self._item(begun=False, scores=scores)
+        index = place["output_index"]
+        events.append(self._event("response.output_item.done", output_index=index, item=item))
+        self._done.append(item)
+        self._kind = None
+        return events
+
+    def _item(self, *, begun: bool, scores: Sequence[TokenScore] | None = None) -> dict[str, Any]:
+        item = self._place["item_id"]
+        if self._kind == "reasoning":
+            return _reasoning(item, self._text)
+        if self._kind == "message":
+            return _message(item, None if begun else self._text, scores)
+        assert self._call is not None
+        call = self._call._replace(arguments=self._text)
+        return _function_call(item, call, "in_progress" if begun else "completed")
+
+    def _event(self, kind: str, **fields: Any) -> Event:
+        self._number += 1
+        return Event(kind, {"type": kind, "sequence_number": self._number - 1, **fields})

@@ -1,0 +1,353 @@
+"""A request and its answer in the gateway's own terms, whichever API they came through.
+
+Each API has a module that reads its bodies into a `Turn`, writes an `Answer` (or its pieces as they
+come) back, and shapes an `ApiError`. The gateway itself sees nothing else.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, NamedTuple, Protocol
+
+import msgspec
+
+from headrace.tokens.messages import Message, check_tools, normalise
+
+MAX_SAMPLES = 64
+"""Most answers to one request (n)."""
+MAX_STOPS = 16
+"""Most stop strings of one request."""
+MAX_ALTERNATIVES = 20
+"""Most alternatives per token."""
+
+
+class ApiError(Exception):
+    """A refusal: HTTP status, code, and text for the client's developer.
+
+    Attributes:
+        param: the parameter at fault, or None.
+        retry_after_s: when it may work, or None.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        code: str,
+        message: str,
+        *,
+        param: str | None = None,
+        retry_after_s: float | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.code = code
+        self.message = message
+        self.param = param
+        self.retry_after_s = retry_after_s
+
+
+def invalid(message: str, *, param: str | None = None, code: str = "invalid_request") -> ApiError:
+    """A 400."""
+    return ApiError(400, code, message, param=param)
+
+
+def unsupported(param: str, value: object, remedy: str) -> ApiError:
+    """A 400 for what the API has and this server has not: refused, never ignored."""
+    return invalid(f"{param}={value!r} is not supported; {remedy}", param=param, code="unsupported")
+
+
+class Wish(msgspec.Struct, frozen=True, kw_only=True):
+    """How to sample, as asked; None leaves it to the server.
+
+    Attributes:
+        stop: texts that end the answer and are not part of it.
+        logprobs: None for none; k adds k alternatives to each token's own logprob.
+    """
+
+    max_tokens: int | None = None
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: dict[int, float] = {}
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    logprobs: int | None = None
+
+    def checked(self) -> "Wish":
+        """Itself.
+
+        Raises:
+            ApiError: 400, naming the parameter, its value and what to send instead.
+        """
+        for problem, param in self._problems():
+            raise invalid(problem, param=param)
+        return self
+
+    def _problems(self) -> Sequence[tuple[str, str]]:
+        """What is wrong; comparisons are written so that NaN fails them."""
+        found = []
+        if self.max_tokens is not None and self.max_tokens < 1:
+            found.append(
+                (f"max_tokens={self.max_tokens} is too small; send at least 1", "max_tokens")
+            )
+        for name, low, high in (
+            ("temperature", 0.0, 2.0),
+            ("min_p", 0.0, 1.0),
+            ("presence_penalty", -2.0, 2.0),
+            ("frequency_penalty", -2.0, 2.0),
+            ("repetition_penalty", 0.01, 100.0),
+        ):
+            if not low <= (value := getattr(self, name)) <= high:
+                found.append((f"{name}={value} is out of range; send {low:g} to {high:g}", name))
+        if 0 < self.temperature < 1e-6:
+            found.append((f"temperature={self.temperature} is too small; send 0", "temperature"))
+        if not 0.0 < self.top_p <= 1.0:
+            found.append((f"top_p={self.top_p} is out of range; send above 0 up to 1", "top_p"))
+        if self.top_k < 0:
+            found.append((f"top_k={self.top_k} is negative; send 0 for no limit", "top_k"))
+        if len(self.stop) > MAX_STOPS or any(not 0 < len(s.encode()) <= 256 for s in self.stop):
+            found.append((f"stop: send at most {MAX_STOPS} texts of 1 to 256 bytes", "stop"))
+        if not 0 <= (self.logprobs or 0) <= MAX_ALTERNATIVES:
+            found.append(
+                (
+                    f"top_logprobs={self.logprobs} is out of range; send 0 to {MAX_ALTERNATIVES}",
+                    "top_logprobs",
+                )
+            )
+        for token, bias in self.logit_bias.items():
+            if token < 0 or not -100 <= bias <= 100:
+                found.append(
+                    (f"logit_bias of {token} is {bias}; send ids with -100 to 100", "logit_bias")
+                )
+        return found
+
+
+class Turn(msgspec.Struct, frozen=True, kw_only=True):
+    """One checked request.
+
+    Attributes:
+        sent: messages as the client wrote them, in chat form, for the record.
+        messages: the same, normalised.
+        tools: OpenAI function tools that the prompt shows.
+        calls_allowed: False where the client wants no tool calls.
+        n: answers wanted.
+        wish: how to sample.
+        prompt: text or ids to continue as they are, without a template; then there are no messages.
+        model: as named by the client.
+        thinking: whether to think; None leaves it to the server.
+        thinking_budget: most tokens of thinking; None for no limit.
+    """
+
+    sent: list[dict[str, Any]] = []
+    messages: list[Message] = []
+    tools: list[dict[str, Any]] = []
+    calls_allowed: bool = True
+    n: int = 1
+    wish: Wish = Wish()
+    prompt: str | tuple[int, ...] | None = None
+    model: str = ""
+    thinking: bool | None = None
+    thinking_budget: int | None = None
+
+
+def new_turn(
+    sent: list[dict[str, Any]],
+    *,
+    tools: Sequence[dict[str, Any]] = (),
+    n: int = 1,
+    wish: Wish,
+    calls_allowed: bool = True,
+    model: str = "",
+    thinking: bool | None = None,
+    thinking_budget: int | None = None,
+) -> Turn:
+    """A checked turn of a conversation.
+
+    Raises:
+        ApiError: 400.
+    """
+    if not 1 <= n <= MAX_SAMPLES:
+        raise invalid(f"n={n} is out of range; send 1 to {MAX_SAMPLES}", param="n")
+    if thinking_budget is not None and thinking_budget < 0:
+        raise invalid(
+            f"a thinking budget of {thinking_budget} is negative; send 0 or more", param="thinking"
+        )
+    try:
+        messages = normalise(sent)
+        check_tools(tools)
+    except ValueError as error:
+        raise invalid(str(error), param="messages") from error
+    return Turn(
+        sent=sent,
+        messages=messages,
+        tools=list(tools),
+        calls_allowed=calls_allowed,
+        n=n,
+        wish=wish.checked(),
+        model=model,
+        thinking=thinking,
+        thinking_budget=thinking_budget,
+    )
+
+
+class ToolCall(NamedTuple):
+    """A call in an answer; `arguments` is JSON text, `reasoning` the thought it was made from where
+    an answer holds several."""
+
+    id: str
+    name: str
+    arguments: str
+    reasoning: str | None = None
+
+
+class TokenScore(NamedTuple):
+    """One sampled token as clients see it: its text and bytes, logprob, and alternatives."""
+
+    text: str
+    data: bytes
+    logprob: float
+    alternatives: tuple["TokenScore", ...] = ()
+
+
+class Usage(NamedTuple):
+    """Tokens of one request, all answers together.
+
+    Attributes:
+        prompt: of the prompt, once.
+        completion: sampled.
+        reasoning: of them, thinking.
+        cached: of the prompt, those that needed no computing.
+    """
+
+    prompt: int
+    completion: int
+    reasoning: int = 0
+    cached: int = 0
+
+    @property
+    def total(self) -> int:
+        """Prompt and completion."""
+        return self.prompt + self.completion
+
+
+class Answer(msgspec.Struct, frozen=True, kw_only=True):
+    """One answer to a request.
+
+    Attributes:
+        response_id: what the response is called; known before the call is recorded.
+        index: among the answers to this request.
+        content: visible text.
+        reasoning: thinking text, or None.
+        tool_calls: in order.
+        finish: "length" also for what was cut by a deadline.
+        stop: the stop text that ended it.
+        scores: of all sampled tokens where asked for.
+        usage: of this answer.
+        record: what the gateway recorded of it, for those who want to know.
+    """
+
+    response_id: str
+    index: int
+    content: str
+    reasoning: str | None
+    tool_calls: tuple[ToolCall, ...]
+    finish: Literal["stop", "length", "tool_calls"]
+    stop: str | None
+    scores: tuple[TokenScore, ...] | None
+    usage: Usage
+    record: dict[str, Any]
+    created: int
+
+
+class Piece(NamedTuple):
+    """What a streaming client is told next of answer `index`: one of the fields is set.
+
+    `call` begins a tool call (arguments still empty); `arguments` belong to the last one begun.
+    """
+
+    index: int
+    reasoning: str = ""
+    content: str = ""
+    call: ToolCall | None = None
+    arguments: str = ""
+
+
+class Start(NamedTuple):
+    """What is known of a streamed response before its first piece.
+
+    Attributes:
+        response_id: what the response is called.
+        created: seconds since 1970.
+        prompt_tokens: tokens of the prompt.
+    """
+
+    response_id: str
+    created: int
+    prompt_tokens: int
+
+
+class Listener(NamedTuple):
+    """Who watches an answer come; called in the event loop, must not block. `start` comes first."""
+
+    start: Callable[[Start], None]
+    piece: Callable[[Piece], None]
+
+
+class Events(Protocol):
+    """A streamed response in one API's events, each as (name, or None, and JSON-able data)."""
+
+    def start(self, start: Start) -> list["Event"]: ...
+
+    def piece(self, piece: Piece) -> list["Event"]: ...
+
+    def end(self, answers: Sequence[Answer]) -> list["Event"]: ...
+
+    def fail(self, error: ApiError) -> list["Event"]: ...
+
+
+class Event(NamedTuple):
+    """One server-sent event; `name` None sends data alone, data None ends OpenAI's streams."""
+
+    name: str | None
+    data: dict[str, Any] | None
+
+
+def total_usage(answers: Sequence[Answer]) -> Usage:
+    """Of one request: the prompt is counted once."""
+    return Usage(
+        prompt=max((a.usage.prompt for a in answers), default=0),
+        completion=sum(a.usage.completion for a in answers),
+        reasoning=sum(a.usage.reasoning for a in answers),
+        cached=max((a.usage.cached for a in answers), default=0),
+    )
+
+
+def decode(data: bytes, kind: type[Any]) -> Any:
+    """Read a request body.
+
+    Raises:
+        ApiError: 400, not JSON or a field of the wrong type.
+    """
+    try:
+        return msgspec.json.decode(data, type=kind)
+    except msgspec.ValidationError as error:
+        raise invalid(f"request body: {error}") from error
+    except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
+        raise invalid(f"request body is not valid JSON: {error}") from error
+
+
+def convert(body: dict[str, Any], kind: type[Any]) -> Any:
+    """The same for a body that is an object already."""
+    try:
+        return msgspec.convert(body, kind)
+    except msgspec.ValidationError as error:
+        raise invalid(f"request body: {error}") from error
+
+
+def as_stops(stop: str | list[str] | None) -> tuple[str, ...]:
+    """A stop parameter, which may be one text, several or none."""
+    if stop is None:
+        return ()
+    return (stop,) if isinstance(stop, str) else tuple(stop)
