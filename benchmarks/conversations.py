@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from headrace.engine.core import EngineCore, GenerationFailure
-from headrace.engine.types import GenerationRequest, SamplingParams
+from headrace.engine.core import EngineCore
+from headrace.engine.types import GenerationRequest, GenerationResult, SamplingParams
 from headrace.errors import UserError
 from headrace.rollout.types import Segment
 from headrace.tokens.renderer import ChatRenderer
@@ -153,8 +153,8 @@ class Embedded:
         answers: dict[int, Answer] = {}
         while core.has_work:
             for result in core.step():
-                if isinstance(result, GenerationFailure):
-                    raise RuntimeError(result.message)
+                if not isinstance(result, GenerationResult):
+                    raise RuntimeError(f"not a result: {result}")
                 answer = answers[int(result.id)] = Answer([], [])
                 for span in result.spans:
                     answer.ids.extend(span.ids)

@@ -13,8 +13,8 @@ from collections.abc import Callable, Sequence
 import torch
 
 from headrace.engine.config import EngineConfig
-from headrace.engine.core import EngineCore, GenerationFailure
-from headrace.engine.types import GenerationRequest, SamplingParams
+from headrace.engine.core import EngineCore
+from headrace.engine.types import GenerationRequest, GenerationResult, SamplingParams
 from headrace.model.config import ModelConfig
 from headrace.model.decoder import Decoder
 from headrace.model.presets import preset
@@ -60,8 +60,8 @@ def step_seconds(core: EngineCore, context: int, new: int) -> list[float]:
     while core.has_work:
         began = time.perf_counter()
         for ended in core.step():
-            if isinstance(ended, GenerationFailure):
-                raise RuntimeError(ended.message)
+            if not isinstance(ended, GenerationResult):
+                raise RuntimeError(f"not a result: {ended}")
             if ended.reused_tokens != context:
                 raise RuntimeError(f"{ended.reused_tokens} of {context} tokens were in the cache")
         seconds.append(time.perf_counter() - began)

@@ -17,8 +17,9 @@ import msgspec
 import torch
 from transformers.utils import logging
 
-from headrace.engine.core import EngineConfig, EngineCore, GenerationFailure
-from headrace.engine.types import GenerationRequest, SamplingParams
+from headrace.engine.config import EngineConfig
+from headrace.engine.core import EngineCore
+from headrace.engine.types import GenerationRequest, GenerationResult, SamplingParams
 from headrace.model.checkpoint import save_checkpoint
 from headrace.model.config import ModelConfig
 from headrace.model.decoder import Decoder
@@ -66,8 +67,8 @@ def run_engine(core: EngineCore, prompts: torch.Tensor, new: int) -> float:
     sampled = 0
     while core.has_work:
         for ended in core.step():
-            if isinstance(ended, GenerationFailure):
-                raise RuntimeError(ended.message)
+            if not isinstance(ended, GenerationResult):
+                raise RuntimeError(f"not a result: {ended}")
             sampled += sum(len(span.ids) for span in ended.spans)
     took = time.perf_counter() - began
     if sampled != len(prompts) * new:

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from headrace import ops
 from headrace.engine.config import EngineConfig
-from headrace.engine.core import EngineCore, GenerationFailure
-from headrace.engine.types import GenerationRequest, SamplingParams
+from headrace.engine.core import EngineCore
+from headrace.engine.types import GenerationRequest, GenerationResult, SamplingParams
 from headrace.model.checkpoint import load_checkpoint
 from headrace.model.config import ModelConfig
 from headrace.model.presets import count_parameters
@@ -45,8 +45,8 @@ def run(
         while core.has_work:
             started = time.perf_counter()
             for ended in core.step():
-                if isinstance(ended, GenerationFailure):
-                    raise RuntimeError(ended.message)
+                if not isinstance(ended, GenerationResult):
+                    raise RuntimeError(f"not a result: {ended}")
                 sampled += sum(len(span.ids) for span in ended.spans)
             took = time.perf_counter() - started
             after = core.stats()
@@ -76,8 +76,8 @@ def turns(core: EngineCore, sessions: int, count: int, added: int, new: int) -> 
             )
         while core.has_work:
             for ended in core.step():
-                if isinstance(ended, GenerationFailure):
-                    raise RuntimeError(ended.message)
+                if not isinstance(ended, GenerationResult):
+                    raise RuntimeError(f"not a result: {ended}")
                 texts[int(ended.id)] += [token for span in ended.spans for token in span.ids]
     computed = core.stats().tokens_prefilled - prefilled
     return {"prefill_per_new_token": computed / (sessions * (count - 1) * added)}

@@ -98,6 +98,8 @@ class ProcessEngine(WorkerClient):
         threads: its compute threads.
         log_path: file for its output; None inherits this process's.
         retries: how often one request is resubmitted before it is given up.
+        one_life: a process that died is not replaced; everything fails with CLOSED then. For those
+            who look after engines themselves.
         start_timeout_s: longest wait for a started process to have loaded its weights.
     """
 
@@ -113,6 +115,7 @@ class ProcessEngine(WorkerClient):
         threads: int = 1,
         log_path: str | None = None,
         retries: int = 3,
+        one_life: bool = False,
         start_timeout_s: float = 180.0,
     ) -> None:
         super().__init__(version=version, max_context=config.max_context)
@@ -125,6 +128,7 @@ class ProcessEngine(WorkerClient):
         self._threads = threads
         self._log_path = log_path
         self._retries = retries
+        self._one_life = one_life
         self._start_timeout_s = start_timeout_s
         self._handle: WorkerHandle | None = None
         self._starting: asyncio.Task[WorkerHandle] | None = None
@@ -176,6 +180,8 @@ class ProcessEngine(WorkerClient):
             handle = self._handle
             if handle is not None and handle is not dead and handle.alive:
                 return handle
+            if handle is not None and self._one_life:
+                raise EngineError(EngineError.CLOSED, f"{handle.name} (pid {handle.pid}) has ended")
             self._starting = asyncio.create_task(self._replace(), name=self._config.engine_id)
         starting = self._starting
         await asyncio.wait({starting})

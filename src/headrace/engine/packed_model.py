@@ -207,9 +207,10 @@ class PackedProducts:
         model: its linear layers are replaced in place.
         kind: precision of the copies; "int8" leaves the output projection as it is, which costs
             accuracy most and is read once per pass.
-        row_independent: also replace what is not a linear layer and would let a row depend on
-            others: experts, their routers, and the up-projections of latent attention (`heads`).
-            These, and the prediction layers, keep the model's precision.
+        row_independent: also replace what else would let a row depend on others: the
+            up-projections of latent attention (`heads`) and prediction layers; in float32, experts
+            and their routers, which are packed for speed otherwise. All these keep the model's
+            precision.
     """
 
     def __init__(self, model: Decoder, kind: Kind, *, row_independent: bool = False) -> None:

@@ -239,6 +239,11 @@ class Router:
         """See `ReplicaPool.describe`."""
         return self._pool.describe()
 
+    @property
+    def moved(self) -> int:
+        """Sessions that were sent elsewhere than at their last turn, so far."""
+        return self._table.moved
+
     def release(self, session: str) -> None:
         """The session has ended: it counts no longer for its replica."""
         self._table.release(session)
