@@ -23,6 +23,7 @@ from headrace.engine.types import (
     SamplingParams,
 )
 from headrace.gateway import openai_chat
+from headrace.gateway.context import Change
 from headrace.gateway.history import ForkReason, Node, tools_key
 from headrace.gateway.plain import PlainReader
 from headrace.gateway.prompts import Mode, build_prompt
@@ -351,6 +352,9 @@ class Answering:
             "finish_reason": result.finish_reason,
             "weight_versions": sorted({span.weight_version for span in result.spans}),
         }
+        if prompt.change is not Change.NOTHING:
+            record["context"] = prompt.change
+            self.counters[f"context.{prompt.change}"] += 1
         answer = Answer(
             response_id=request.response_id,
             index=k,

@@ -8,6 +8,8 @@ a reason (law L1).
 from collections.abc import Sequence
 from typing import Literal
 
+import msgspec
+
 from headrace.gateway.context import Change
 from headrace.gateway.history import ForkReason
 from headrace.gateway.request import ClientRequest, Prompt
@@ -38,6 +40,12 @@ def build_prompt(request: ClientRequest, mode: Mode) -> Prompt:
         messages, change = session.context.apply(
             messages, lambda some: len(render(renderer, some, turn))
         )
+    return msgspec.structs.replace(_matched(request, messages, change, mode), change=change)
+
+
+def _matched(request: ClientRequest, messages: list[Message], change: Change, mode: Mode) -> Prompt:
+    """The prompt of these messages, extending the call they continue if there is one."""
+    turn, session, renderer = request.turn, request.session, request.renderer
     match = session.history.match(messages, turn.tools)
     fork = match.fork
     if match.parent is not None and mode == "continue":

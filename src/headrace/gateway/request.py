@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import msgspec
 
 from headrace.engine.types import GenerationResult
+from headrace.gateway.context import Change
 from headrace.gateway.history import ForkReason, Node
 from headrace.gateway.sessions import Session
 from headrace.gateway.turn import Listener, Turn
@@ -24,6 +25,8 @@ class Prompt(msgspec.Struct, frozen=True):
     delta: tuple[int, ...]
     messages: list[Message]
     """What the model reads, after context management."""
+    change: Change = Change.NOTHING
+    """What context management did to it."""
 
 
 class Attempt:
