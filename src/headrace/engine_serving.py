@@ -7,7 +7,6 @@ never imports torch unless a checkpoint has to be converted first.
 import asyncio
 import contextlib
 import ipaddress
-import signal
 from pathlib import Path
 
 import msgspec
@@ -22,7 +21,7 @@ from headrace.engine.doorway import Limits
 from headrace.errors import UserError
 from headrace.http_server import HttpServer
 from headrace.model.config import ModelConfig
-from headrace.serving import DECODE_SLOWDOWN, find_checkpoint
+from headrace.serving import DECODE_SLOWDOWN, cancel_on_signals, find_checkpoint
 
 _DEFAULT_CONTEXT = 2048
 """Tokens per request unless asked for more: the cache is sized by it."""
@@ -136,15 +135,7 @@ async def _serve(
     api_key: str | None,
     console: Console,
 ) -> None:
-    serving = asyncio.current_task()
-    assert serving is not None, "runs as a task"
-
-    def interrupt() -> None:
-        if not serving.cancelling():  # a second Ctrl-C must not cut the cleaning up short
-            serving.cancel()
-
-    for number in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(number, interrupt)
+    cancel_on_signals()
     config = engine_config(checkpoint, options)
     cores = available_cores()
     threads = options.threads or len(cores)

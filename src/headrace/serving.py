@@ -281,14 +281,8 @@ def serve_forever(
     return 0
 
 
-async def _serve(
-    checkpoint: Path,
-    options: ServeOptions,
-    host: str,
-    port: int,
-    api_key: str | None,
-    console: Console,
-) -> None:
+def cancel_on_signals() -> None:
+    """Let Ctrl-C and SIGTERM cancel the task that calls this, once, so that it can clean up."""
     serving = asyncio.current_task()
     assert serving is not None, "runs as a task"
 
@@ -298,6 +292,17 @@ async def _serve(
 
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, interrupt)
+
+
+async def _serve(
+    checkpoint: Path,
+    options: ServeOptions,
+    host: str,
+    port: int,
+    api_key: str | None,
+    console: Console,
+) -> None:
+    cancel_on_signals()
     renderer = create_renderer(options.renderer, checkpoint)
     key = api_key or f"sk-headrace-{secrets.token_urlsafe(18)}"
     with contextlib.suppress(asyncio.CancelledError):

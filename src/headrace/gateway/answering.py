@@ -178,7 +178,8 @@ class Answering:
             if left > 0 and result.stop is None and result.finish_reason in _GO_ON:
                 delta = next_leg(request.renderer, attempt.prompt.ids, output)
             if delta is None:
-                return self._finish(request, attempt, result, stream, k, started_at)[0]
+                parsed = self._reader.parse(request, attempt, result)
+                return self._finish(request, attempt, result, parsed, stream, k, started_at)
             parsed = request.renderer.parse(prompt.ids, output, request.turn.tools)
             _, node = self._record(request, attempt, result, parsed, k, started_at, whole=False)
             attempt.go_on(node, result, delta)
@@ -193,8 +194,8 @@ class Answering:
             if stream is None and repairs < self._options.repairs:
                 told = self._repair(request, attempt, result, parsed)
             if told is None:
-                return self._finish(request, attempt, result, stream, k, started_at)[0]
-            _, node = self._finish(request, attempt, result, None, k, started_at)
+                return self._finish(request, attempt, result, parsed, stream, k, started_at)
+            _, node = self._record(request, attempt, result, parsed, k, started_at)
             repairs += 1
             self.counters["repaired"] += 1
             attempt = attempt.anew(node, result, told)
@@ -205,15 +206,15 @@ class Answering:
         request: ClientRequest,
         attempt: Attempt,
         result: GenerationResult,
+        parsed: ParsedMessage,
         stream: AnswerStream | None,
         k: int,
         started_at: float,
-    ) -> tuple[Answer, Node]:
-        parsed = self._reader.parse(request, attempt, result)
-        answer, node = self._record(request, attempt, result, parsed, k, started_at)
+    ) -> Answer:
+        answer, _ = self._record(request, attempt, result, parsed, k, started_at)
         if stream is not None:
             stream.finish(answer)
-        return answer, node
+        return answer
 
     def _repair(
         self,

@@ -9,14 +9,12 @@ from typing import Any, Literal, NamedTuple, Protocol
 
 import msgspec
 
+from headrace.engine.checks import MAX_ALTERNATIVES
+from headrace.engine.stops import MAX_STOP_BYTES, MAX_STOPS
 from headrace.tokens.messages import Message, check_tools, normalise
 
 MAX_SAMPLES = 64
 """Most answers to one request (n)."""
-MAX_STOPS = 16
-"""Most stop strings of one request."""
-MAX_ALTERNATIVES = 20
-"""Most alternatives per token."""
 
 
 class ApiError(Exception):
@@ -107,8 +105,12 @@ class Wish(msgspec.Struct, frozen=True, kw_only=True):
             found.append((f"top_p={self.top_p} is out of range; send above 0 up to 1", "top_p"))
         if self.top_k < 0:
             found.append((f"top_k={self.top_k} is negative; send 0 for no limit", "top_k"))
-        if len(self.stop) > MAX_STOPS or any(not 0 < len(s.encode()) <= 256 for s in self.stop):
-            found.append((f"stop: send at most {MAX_STOPS} texts of 1 to 256 bytes", "stop"))
+        if len(self.stop) > MAX_STOPS or any(
+            not 0 < len(s.encode()) <= MAX_STOP_BYTES for s in self.stop
+        ):
+            found.append(
+                (f"stop: send at most {MAX_STOPS} texts of 1 to {MAX_STOP_BYTES} bytes", "stop")
+            )
         if not 0 <= (self.logprobs or 0) <= MAX_ALTERNATIVES:
             found.append(
                 (
