@@ -136,6 +136,21 @@ def test_selection_does_not_depend_on_padding_chunks_or_batch(level, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+def test_decoding_rows_select_what_they_select_in_a_prompt(level, dtype):
+    # Rows of a prompt share packed keys; decoding sequences pack their own, some tiles at a time.
+    lengths, topk = (600, 3, 290), 30
+    total = sum(lengths)
+    q, weights = randn(total, 4, 36).to(dtype), randn(total, 4, seed=1)
+    k = randn(total, 36, seed=2).to(dtype)
+    whole = sparse.select_topk(q, weights, k, Layout.packed(lengths), topk)
+    starts = (0, 600, 603)
+    last = [start + n - 1 for start, n in zip(starts, lengths, strict=True)]
+    layout = Layout((0, 1, 2), (1, 1, 1), starts, lengths)
+    got = sparse.select_topk(q[last], weights[last], k, layout, topk)
+    assert torch.equal(got, whole[last])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_nan_scores_rank_last_and_minus_zero_ties_with_zero(level, dtype):
     q = torch.ones(1, 1, 16, dtype=dtype)
     k = torch.zeros(40, 16, dtype=dtype)

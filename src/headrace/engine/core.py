@@ -521,4 +521,5 @@ def _new_cache(
         block_tokens=config.block_tokens,
         dtype=dtype,
         heads=heads,
+        one_form=config.deterministic,
     )

@@ -4,9 +4,8 @@ A row is the key/value latent followed by the rotated key that all heads share, 
 in absorbed form reads it as key and its leading part as value. Layers with an indexer of their own
 keep its keys too. A decoding query attends to token rows by number, all it can see or the ones its
 indexer selects: the same arithmetic in the same order either way. Prompt tokens take the cheaper of
-two dense forms while no sequence of the pass is longer than the indexer's top-k; but given products
-that treat a row the same in every pass, they attend as decoding ones do, and every row's result
-depends on its own sequence alone.
+two dense forms while no sequence of the pass is longer than the indexer's top-k; in an engine whose
+rows must not depend on others they attend as decoding ones do.
 """
 
 from collections.abc import Mapping, Sequence
@@ -48,7 +47,9 @@ class LatentCache(PagedCache):
         blocks: number of blocks (N).
         block_tokens: tokens of a block (P).
         dtype: of everything held.
-        heads: of every layer; None multiplies by the weights of the queries, in whichever form of
+        heads: of every layer, for tokens that attend as decoding ones do; None multiplies by the
+            weights of the queries.
+        one_form: every token attends as decoding ones do; else prompts take whichever form of
             attention is cheapest for the pass.
     """
 
@@ -64,9 +65,11 @@ class LatentCache(PagedCache):
         block_tokens: int,
         dtype: torch.dtype,
         heads: Mapping[int, HeadProducts] | None = None,
+        one_form: bool = False,
     ) -> None:
         self._latent_dim = latent_dim
         self._heads = heads
+        self._one_form = one_form
         width = latent_dim + rope_dim
         # Zeros, not empty: pages that no sequence ever reaches stay uncommitted.
         pages = LargePages()
@@ -113,7 +116,7 @@ class LatentCache(PagedCache):
         selects = query.topk is not None and self._longest > query.topk
         heads = None if self._heads is None else self._heads[layer]
         # Which form a prompt took would depend on what else is in the pass.
-        short = self._batch.short if heads is None else len(self._batch.counts)
+        short = len(self._batch.counts) if self._one_form else self._batch.short
         if selects or short == len(self._batch.counts):
             picked = self._select(layer, query) if selects else self._all_visible(short)
             return self._attend_picked(query, rows, picked, slice(None), heads)[None]
@@ -121,7 +124,7 @@ class LatentCache(PagedCache):
         few = sum(self._batch.counts[:short])
         if short:
             picked = self._all_visible(short)
-            parts.append(self._attend_picked(query, rows, picked, slice(0, few)))
+            parts.append(self._attend_picked(query, rows, picked, slice(0, few), heads))
         parts.append(self._attend_prompts(query, rows, short, slice(few, None)))
         return torch.cat(parts)[None]
 

@@ -207,10 +207,9 @@ class PackedProducts:
         model: its linear layers are replaced in place.
         kind: precision of the copies; "int8" leaves the output projection as it is, which costs
             accuracy most and is read once per pass.
-        row_independent: also replace what else would let a row depend on others: the
-            up-projections of latent attention (`heads`) and prediction layers; in float32, experts
-            and their routers, which are packed for speed otherwise. All these keep the model's
-            precision.
+        row_independent: also replace what else would let a row depend on others: prediction
+            layers; in float32, experts, their routers and the up-projections of latent attention
+            (`heads`), which are packed for speed otherwise. All these keep the model's precision.
     """
 
     def __init__(self, model: Decoder, kind: Kind, *, row_independent: bool = False) -> None:
@@ -221,7 +220,8 @@ class PackedProducts:
             # A decoding step's few rows each read whole experts: the packed ones at full speed.
             if isinstance(module, Block) and (row_independent or kind != "float32"):
                 self._replace_experts(module)
-        if row_independent:
+        if row_independent or kind != "float32":
+            # Plain products of one row copy both matrices before they multiply.
             self._heads = {
                 module.layer: PackedHeads(module)
                 for module in model.modules()
@@ -242,7 +242,7 @@ class PackedProducts:
 
     @property
     def heads(self) -> "Mapping[int, PackedHeads] | None":
-        """The up-projections of latent attention by layer; None unless `row_independent`."""
+        """The up-projections of latent attention by layer, if packed."""
         return self._heads
 
     @property

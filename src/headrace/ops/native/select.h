@@ -25,7 +25,8 @@ struct QueryBlock {
 
 // Packs the 32 keys of one tile for `score`. Keys beyond T are zero.
 using PackTile = void (*)(const Select&, int64_t tile, char* to);
-// Writes the scores of a block against the tiles from..to: row i at scores + i * row_stride.
+// Writes the scores of a block against the tiles from..to, which lie at `packed`: row i at scores +
+// i * row_stride.
 using ScoreBlock = void (*)(const Select&, const QueryBlock&, int64_t from, int64_t to,
                             const char* packed, float* scores, int64_t row_stride, Arena scratch);
 using SelectSize = size_t (*)(const Select&, int64_t block_rows);

@@ -43,7 +43,7 @@ HR_AMX void score_block(const Select& a, const QueryBlock& block, int64_t from, 
                                                      : _mm512_setzero_si512());
   const __m512 zero = _mm512_setzero_ps();
   for (int64_t tile = from; tile < to; tile++) {
-    const char* keys = packed + tile * tile_bytes;
+    const char* keys = packed + (tile - from) * tile_bytes;
     HR_BARRIER();
     for (int64_t r = 0; r < rows; r += 32) {
       const char* left = reinterpret_cast<const char*>(q + r * width);

@@ -30,7 +30,7 @@ HR_FN static void score_block(const Select& a, const QueryBlock& block, int64_t 
   const int64_t width = a.HI * a.D;
   widen_row(static_cast<const In*>(a.q) + block.first * width, block.count * width, q);
   for (int64_t tile = from; tile < to; tile++) {
-    const float* keys = reinterpret_cast<const float*>(packed) + tile * kKeyTile * a.D;
+    const float* keys = reinterpret_cast<const float*>(packed) + (tile - from) * kKeyTile * a.D;
     for (int64_t i = 0; i < block.count; i++) {
       product(a.HI, kKeyTile, a.D, q + i * width, a.D, 1, keys, kKeyTile, dots, kKeyTile, false);
       const float* weights = a.weights + (block.first + i) * a.HI;
