@@ -17,7 +17,9 @@ machine allows: at c1 reading every weight once per step at its measured memory 
 the slower of that and multiplying 64 rows at its measured bfloat16 rate (the best of torch and the
 engine's own products, on the model's shapes and a large square). Attention, sampling and everything
 else are left out of both. `roofline_reread_*` takes the rate at which as many bytes as the weights
-have are read again and again, which is higher where a shared cache holds them.
+have are read again and again, which is higher where a shared cache holds them. `roofline_held_*`
+adds to the weights what attention cannot avoid to read at that bandwidth: the keys and values that
+a step's sequences hold on average, which at c64 are more bytes than the weights.
 
 `prefill_per_new_token` counts sessions of 20 turns with prefix cache. `decode_ms_*`,
 `speedup_sparse_*` and `exponent_*` are of the GLM-5 architecture: see latent_decode.py.
@@ -33,7 +35,7 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -98,14 +100,16 @@ class Limits(NamedTuple):
     reread_bytes: float
     matmul_flops: float
 
-    def most(self, parameters: int, *, again: bool = False) -> float:
+    def most(self, parameters: int, *, again: bool = False, held_bytes: float = 0.0) -> float:
         """Tokens per second that decoding cannot exceed.
 
         Args:
             parameters: that one token is multiplied with, 2 bytes and 2 operations each.
             again: weights are read as fast as what was read just before.
+            held_bytes: keys and values read beside the weights.
         """
-        seconds = 2 * parameters / (self.reread_bytes if again else self.read_bytes)
+        read = 2 * parameters + held_bytes
+        seconds = read / (self.reread_bytes if again else self.read_bytes)
         if self.concurrency > 1:
             operations = 2 * parameters * self.concurrency
             seconds = max(seconds, operations / self.matmul_flops)
@@ -240,8 +244,17 @@ def metrics_of(rates: Sequence[Rate]) -> dict[str, float]:
     return metrics
 
 
+def held_bytes(config: ModelConfig, concurrency: int, new: int) -> float:
+    """Keys and values that the average decoding step's sequences hold, in bfloat16."""
+    token = 2 * 2 * config.num_layers * config.num_kv_heads * config.head_dim
+    return concurrency * (PROMPT + new / 2) * token
+
+
 def roofline_metrics(
-    rates: Sequence[Rate], limits: Sequence[Limits], parameters: int
+    rates: Sequence[Rate],
+    limits: Sequence[Limits],
+    parameters: int,
+    held: Callable[[int, str], float],
 ) -> dict[str, float]:
     """How near decoding comes to what the machine allows, and what that is.
 
@@ -249,6 +262,7 @@ def roofline_metrics(
         rates: of all sides.
         limits: of the same rounds.
         parameters: see `Limits.most`.
+        held: bytes of keys and values that an average step reads, by concurrency and workload.
     """
     metrics: dict[str, float] = {
         "weights_mb": 2 * parameters / 1e6,
@@ -259,7 +273,7 @@ def roofline_metrics(
     found = {(limit.concurrency, limit.workload, limit.round): limit for limit in limits}
     for concurrency in (1, 64):
         achieved = [
-            (rate.decode_tokens_per_s, found[rate.concurrency, rate.workload, rate.round])
+            (rate, found[rate.concurrency, rate.workload, rate.round])
             for rate in rates
             if rate.side == "headrace"
             and rate.concurrency == concurrency
@@ -267,10 +281,22 @@ def roofline_metrics(
         ]
         if not achieved:
             continue
-        metrics[f"decode_tokens_per_s_c{concurrency}"] = statistics.median(a for a, _ in achieved)
-        for name, again in (("roofline", False), ("roofline_reread", True)):
-            most = [limit.most(parameters, again=again) for _, limit in achieved]
-            shares = [a / bound for (a, _), bound in zip(achieved, most, strict=True)]
+        decoded = [rate.decode_tokens_per_s for rate, _ in achieved]
+        metrics[f"decode_tokens_per_s_c{concurrency}"] = statistics.median(decoded)
+        for name, again, holds in (
+            ("roofline", False, False),
+            ("roofline_reread", True, False),
+            ("roofline_held", False, True),
+        ):
+            most = [
+                limit.most(
+                    parameters,
+                    again=again,
+                    held_bytes=holds * held(concurrency, rate.workload),
+                )
+                for rate, limit in achieved
+            ]
+            shares = [a / bound for a, bound in zip(decoded, most, strict=True)]
             metrics[f"{name}_c{concurrency}"] = statistics.median(shares)
             metrics[f"{name}_tokens_per_s_c{concurrency}"] = statistics.median(most)
     return metrics
@@ -342,9 +368,14 @@ def measure_peers(arguments: argparse.Namespace) -> tuple[dict[str, float], list
             comparison = Comparison(peers, arguments, config.vocab_size)
             for concurrency in CONCURRENCIES:
                 comparison.run(concurrency)
-            parameters = count_parameters(config).active
             metrics |= metrics_of(comparison.rates)
-            metrics |= roofline_metrics(comparison.rates, comparison.limits, parameters)
+            new = {workload.name: workload.new for workload in workloads(arguments)}
+            metrics |= roofline_metrics(
+                comparison.rates,
+                comparison.limits,
+                count_parameters(config).active,
+                lambda concurrency, name: held_bytes(config, concurrency, new[name]),
+            )
             if comparison.dropped:
                 notes.append("too slow to be run again: " + ", ".join(comparison.dropped))
         if "turns" in arguments.parts:

@@ -60,13 +60,18 @@ def test_roofline_takes_the_slower_bound_of_the_same_round() -> None:
         Rate("headrace", 64, "short_shared", 0, 1.0, decode_tokens_per_s=16.0),
         Rate("vllm", 1, "short_shared", 0, 9.0),
     ]
-    metrics = engine_throughput.roofline_metrics(found, limits, parameters)
+    metrics = engine_throughput.roofline_metrics(
+        found, limits, parameters, lambda concurrency, _: concurrency * 1000.0
+    )
     # 2000 bytes at 20 kB/s: ten steps a second. 128,000 operations at 64,000: half a step.
     assert metrics["roofline_tokens_per_s_c1"] == pytest.approx(10.0)
     assert metrics["roofline_c1"] == pytest.approx(0.7)
     assert metrics["roofline_reread_c1"] == pytest.approx(0.35)
+    assert metrics["roofline_held_c1"] == pytest.approx(1.05)  # 3000 bytes
     assert metrics["roofline_tokens_per_s_c64"] == pytest.approx(32.0)
     assert metrics["roofline_c64"] == pytest.approx(0.5)
+    # 66,000 bytes take 3.3 s, longer than two of operations.
+    assert metrics["roofline_held_tokens_per_s_c64"] == pytest.approx(64 / 3.3)
 
 
 def test_prompts_are_shared_or_distinct_and_new_each_round() -> None:
