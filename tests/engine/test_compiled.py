@@ -23,7 +23,7 @@ from engine_harness import (
 from torch import Tensor
 
 from headrace import ops
-from headrace.engine.compiled import CompiledStep, DecodeBatch
+from headrace.engine.compiled import CompiledStep, StepBatch, StepBuffers
 from headrace.engine.core import EngineCore
 from headrace.engine.grouped_cache import GroupedCache
 from headrace.engine.packed_model import PackedProducts
@@ -106,10 +106,13 @@ class Pair(NamedTuple):
         theirs.values.copy_(mine.values.normal_())
         return cls(model, products, step, mine, theirs)
 
-    def logits(self, ids: Tensor, positions: list[int], tables: Tensor) -> tuple[Tensor, Tensor]:
-        """Of one token for each sequence: compiled, and by the decoder."""
-        batch = PagedBatch.of(positions, [1] * len(ids), tables, self.mine.block_tokens)
-        got = self.step(ids, batch.positions, tables)
+    def logits(
+        self, ids: Tensor, starts: list[int], tables: Tensor, counts: list[int] | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Of tokens of each sequence, one by default: compiled, and by the decoder."""
+        counts = counts or [1] * len(starts)
+        batch = PagedBatch.of(starts, counts, tables, self.mine.block_tokens)
+        got = self.step(StepBatch.of(ids, starts, counts, tables))
         self.theirs.begin(batch)
         with ops.row_independent():
             hidden = self.model(ids[None], batch.positions[None], self.theirs)[0]
@@ -153,6 +156,12 @@ def test_bits_are_the_decoders_for_any_shape_batch_context_and_threads(
             ids = torch.randint(0, pair.model.config.vocab_size, (n,))
             got, want = pair.logits(ids, positions, scattered[:n])
             assert torch.equal(got, want), (shape, level, n)
+        # Prompts and pieces of them beside sequences that decode.
+        counts = [rng.choice([1, 1, 1, 2, 7, BLOCK * EACH]) for _ in range(rng.randint(1, 9))]
+        starts = [rng.randint(0, BLOCK * EACH - n) for n in counts]
+        ids = torch.randint(0, pair.model.config.vocab_size, (sum(counts),))
+        got, want = pair.logits(ids, starts, scattered[: len(counts)], counts)
+        assert torch.equal(got, want), (shape, level, counts)
         assert torch.equal(pair.mine.keys, pair.theirs.keys), (shape, level)
         assert torch.equal(pair.mine.values, pair.theirs.values), (shape, level)
 
@@ -224,13 +233,32 @@ def test_weights_changed_without_repacking_are_noticed_by_the_check(kind: Kind |
 def test_what_does_not_exist_is_refused() -> None:
     pair = Pair.of(varied_model(0, torch.float32), None, 2)
     tables = torch.arange(2 * EACH, dtype=torch.int32).view(2, EACH)
-    good = (torch.tensor([1, 2]), torch.tensor([3, 4]), tables)
-    for place, value in ((0, VOCAB), (0, -1), (1, BLOCK * EACH), (1, -1), (2, 2 * EACH), (2, -1)):
-        bad = [part.clone() for part in good]
-        bad[place][1] = value
-        with pytest.raises(IndexError):
-            pair.step(*bad)
-    assert bool(pair.step(*good).isfinite().all())
+    good = StepBatch.of(torch.tensor([1, 2, 3]), [3, 4], [1, 2], tables)
+    for name, values in (
+        *(("ids", (VOCAB, -1)), ("positions", (BLOCK * EACH, -1, 3)), ("owners", (0, 2, -1))),
+        *(("starts", (BLOCK * EACH, -1, 2)), ("counts", (0, 1, 3)), ("tables", (2 * EACH, -1))),
+        ("asked", (-1, 0, 3)),
+    ):
+        for value in values:
+            bad = good._replace(**{name: getattr(good, name).clone()})
+            getattr(bad, name)[1] = value
+            with pytest.raises(IndexError):
+                pair.step(bad)
+    assert bool(pair.step(good).isfinite().all())
+
+
+@torch.inference_mode()
+def test_only_the_rows_asked_for_have_logits() -> None:
+    pair = Pair.of(varied_model(0, torch.bfloat16), "bfloat16", 3)
+    tables = torch.arange(3 * EACH, dtype=torch.int32).view(3, EACH)
+    every = StepBatch.of(torch.randint(0, VOCAB, (12,)), [0, 2, 5], [7, 1, 4], tables)
+    want = pair.step(every).clone()
+    for rows in ([6, 7, 11], [0], [3, 11], []):
+        for count in (1, 2):
+            with threads(count):
+                assert torch.equal(
+                    pair.step(every._replace(asked=torch.tensor(rows).long())), want[rows]
+                )
 
 
 def test_no_compiler_leaves_the_decoder(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -304,9 +332,9 @@ def test_a_core_gives_the_same_bits_with_and_without_it(dtype: str, weights: str
         assert run(seed, True) == run(seed, False), seed
 
 
-def test_a_batch_of_decodes_follows_sequences_that_come_go_and_move() -> None:
+def test_buffers_follow_sequences_that_come_go_and_move() -> None:
     rng = random.Random(0)
-    batch = DecodeBatch(4, 64, BLOCK)
+    buffers = StepBuffers(64, 4, 64, BLOCK)
     pool = iter(range(10_000))
     running: list[Sequence] = []
     for step in range(300):
@@ -324,10 +352,25 @@ def test_a_batch_of_decodes_follows_sequences_that_come_go_and_move() -> None:
         running = [s for s in running if s.length < 60 and rng.random() < 0.95]
         if not running:
             continue
-        ids, positions, tables = batch.update([Chunk(s, s.length - 1, 1, True) for s in running])
-        assert ids.tolist() == [s.tokens[-1] for s in running]
-        assert positions.tolist() == [s.length - 1 for s in running]
-        want = block_tables([s.blocks for s in running])
+        chunks = []
+        for sequence in running:
+            count = rng.choice([1, 1, rng.randint(1, min(sequence.length, 16))])
+            start = sequence.length - count
+            last = rng.random() < 0.8
+            chunks.append(
+                Chunk(sequence, start, count, True) if last else Chunk(sequence, 0, count, False)
+            )
+        got = buffers.update(chunks)
+        ids = [int(c.sequence.tokens[p]) for c in chunks for p in range(c.start, c.start + c.count)]
+        tables = block_tables([s.blocks for s in running])
+        want = StepBatch.of(
+            torch.tensor(ids), [c.start for c in chunks], [c.count for c in chunks], tables
+        )
+        for name in ("ids", "positions", "owners", "starts", "counts"):
+            assert getattr(got, name).tolist() == getattr(want, name).tolist(), name
+        ends = torch.tensor([c.count for c in chunks]).cumsum(0) - 1
+        asked = [int(end) for end, c in zip(ends, chunks, strict=True) if c.samples]
+        assert got.asked.tolist() == asked
         for row, sequence in enumerate(running):
             held = len(sequence.blocks)
-            assert tables[row, :held].tolist() == want[row, :held].tolist()
+            assert got.tables[row, :held].tolist() == tables[row, :held].tolist()

@@ -1,15 +1,15 @@
-"""The compiled decode step: one native call from token ids to logits.
+"""The compiled step: one native call from the token ids of a pass to logits.
 
 `CompiledStep.create` describes a grouped-query decoder and its cache to the native library and
 compares a few tokens with the decoder itself. Where there is no library, the model is of another
-kind, or a result differs, it returns None and the engine decodes through the decoder, slower and
-otherwise the same. It knows nothing of requests; `DecodeBatch` alone looks at sequences.
+kind, or a result differs, it returns None and the engine goes through the decoder, slower and
+otherwise the same. It knows nothing of requests; `StepBuffers` alone looks at sequences.
 """
 
 import ctypes
 import logging
 from collections.abc import Sequence
-from typing import cast
+from typing import NamedTuple, cast
 
 import numpy as np
 import torch
@@ -61,11 +61,14 @@ class _Step(ctypes.Structure):
     _fields_ = (
         *((name, _POINTER) for name in ("layers", "embedding", "final_norm", "cosine", "sine")),
         ("head", _Matrix),
-        *((name, _POINTER) for name in ("ids", "positions", "tables", "logits")),
+        *((name, _POINTER) for name in ("ids", "positions", "owners", "starts", "counts", "asked")),
+        *((name, _POINTER) for name in ("tables", "logits")),
         *(
             (name, _SIZE)
             for name in (
                 "n",
+                "sequences",
+                "num_asked",
                 "num_layers",
                 "hidden",
                 "inner",
@@ -86,9 +89,39 @@ class _Step(ctypes.Structure):
     )
 
 
+class StepBatch(NamedTuple):
+    """The tokens of one pass: S rows, sequence after sequence; everything contiguous.
+
+    Attributes:
+        ids: int64 [S].
+        positions: int64 [S], where they go in their sequences.
+        owners: int64 [S], each row's sequence.
+        starts: int64 [n], position of each sequence's first row.
+        counts: int64 [n], its rows, >= 1.
+        tables: int32 [n, B], the blocks of each sequence.
+        asked: int64 [m], the rows whose logits are wanted, ascending.
+    """
+
+    ids: Tensor
+    positions: Tensor
+    owners: Tensor
+    starts: Tensor
+    counts: Tensor
+    tables: Tensor
+    asked: Tensor
+
+    @classmethod
+    def of(cls, ids: Tensor, starts: Sequence[int], counts: Sequence[int], tables: Tensor):
+        """Every row's logits are wanted. The arguments are those of the attributes."""
+        first, rows = torch.tensor(starts), torch.tensor(counts)
+        owners = torch.repeat_interleave(torch.arange(len(rows)), rows)
+        every = torch.arange(len(owners))
+        positions = every - (rows.cumsum(0) - rows - first)[owners]
+        return cls(ids, positions, owners, first, rows, tables, every)
+
+
 class CompiledStep:
-    """Decodes one token for each of n sequences, on torch's number of threads. Make one with
-    `create`.
+    """Feeds tokens to a decoder, on torch's number of threads. Make one with `create`.
 
     With packed products, its logits, keys and values are to the bit those of the decoder inside
     `row_independent`. Without, it packs a copy of every matrix, so `repack` must follow every
@@ -175,28 +208,24 @@ class CompiledStep:
         for copy, bias in self._biases:
             copy.copy_(bias)
 
-    def __call__(self, ids: Tensor, positions: Tensor, tables: Tensor) -> Tensor:
-        """Logits float32 [n, V] after feeding tokens to n sequences; the next call overwrites them.
-
-        Args:
-            ids: [n] int64, contiguous.
-            positions: [n] int64, contiguous, where they go.
-            tables: [n, B] int32, contiguous, the blocks of each sequence.
+    def __call__(self, batch: StepBatch) -> Tensor:
+        """Logits float32 [m, V] after feeding the tokens of a pass; the next call overwrites them.
 
         Raises:
-            IndexError: a token, position or block that does not exist.
+            IndexError: a token, position, row or block that does not exist.
         """
         step = self._step
-        n = len(ids)
-        if n * step.vocab > len(self._logits):
+        asked = len(batch.asked)
+        if asked * step.vocab > len(self._logits):
             # Kept: fresh memory would cost as much as the product that fills it.
-            self._logits = LargePages().zeros((n * step.vocab,), torch.float32)
-        step.n = n
-        step.ids, step.positions = ids.data_ptr(), positions.data_ptr()
-        step.tables, step.table_width = tables.data_ptr(), tables.shape[1]
+            self._logits = LargePages().zeros((asked * step.vocab,), torch.float32)
+        step.n, step.sequences, step.num_asked = len(batch.ids), len(batch.starts), asked
+        for name, values in zip(batch._fields, batch, strict=True):
+            setattr(step, name, values.data_ptr())
+        step.table_width = batch.tables.shape[1]
         step.logits = self._logits.data_ptr()
         build.call("decode_step", torch.get_num_threads(), self._bfloat16, self._pointer)
-        return self._logits[: n * step.vocab].view(n, -1)
+        return self._logits[: asked * step.vocab].view(asked, step.vocab)
 
     def _describe(self, layer: _Layer, block: Block, keys: Tensor, values: Tensor) -> None:
         attention, feed_forward = block.parts()
@@ -276,7 +305,8 @@ class CompiledStep:
             want = logits.float().log_softmax(-1)
             if not bool(want.isfinite().all()):
                 return 0.0  # Nothing to compare with; every request will fail either way.
-            got = self(ids[at], batch.positions, tables).float().log_softmax(-1)
+            once = StepBatch.of(ids[at], [at] * rows, [1] * rows, tables)
+            got = self(once).float().log_softmax(-1)
             error = float((got - want).abs().max())
             worst = max(worst, error) if error == error else float("inf")
         return worst
@@ -295,40 +325,58 @@ def _mirrors(model: Decoder) -> bool:
     )
 
 
-class DecodeBatch:
-    """Ids, positions and block tables of the sequences that decode, kept from step to step: what
-    stayed the same is not written again.
+class StepBuffers:
+    """The batch of a pass. Block tables of its sequences are kept from pass to pass: what stayed the
+    same is not written again.
 
     Args:
-        rows: most sequences at once.
+        rows: most tokens of a pass.
+        sequences: most of them at once.
         longest: most tokens of a sequence.
         block_tokens: tokens of a block.
     """
 
-    def __init__(self, rows: int, longest: int, block_tokens: int) -> None:
+    def __init__(self, rows: int, sequences: int, longest: int, block_tokens: int) -> None:
         self._ids = np.zeros(rows, dtype=np.int64)
         self._positions = np.zeros(rows, dtype=np.int64)
-        self._tables = np.full((rows, -(-longest // block_tokens)), -1, dtype=np.int32)
-        # What is written of each row: a sequence's own list, and how many of it.
-        self._blocks: list[list[int]] = [[] for _ in range(rows)]
-        self._written = [0] * rows
+        self._owners = np.arange(rows, dtype=np.int64)
+        self._starts = np.zeros(sequences, dtype=np.int64)
+        self._counts = np.ones(sequences, dtype=np.int64)
+        self._asked = np.arange(sequences, dtype=np.int64)
+        self._tables = np.full((sequences, -(-longest // block_tokens)), -1, dtype=np.int32)
+        # What is written of each row of the tables: a sequence's own list, and how many of it.
+        self._blocks: list[list[int]] = [[] for _ in range(sequences)]
+        self._written = [0] * sequences
 
-    def update(self, chunks: Sequence[Chunk]) -> tuple[Tensor, Tensor, Tensor]:
-        """(ids, positions, tables) of chunks of one token each; the next call changes them."""
-        ids, positions = self._ids, self._positions
-        for row, chunk in enumerate(chunks):
-            sequence = chunk.sequence
-            ids[row] = sequence.tokens[-1]
-            positions[row] = chunk.start
-            blocks = sequence.blocks
-            # While a sequence runs its list only grows, and it is another list afterwards.
-            written = self._written[row] if self._blocks[row] is blocks else 0
-            if written != len(blocks):
-                self._tables[row, written : len(blocks)] = blocks[written:]
-                self._blocks[row], self._written[row] = blocks, len(blocks)
+    def update(self, chunks: Sequence[Chunk]) -> StepBatch:
+        """The batch of these chunks, which asks for the last row of those that sample; the next
+        call changes it."""
+        row = asked = 0
+        for index, chunk in enumerate(chunks):
+            sequence, start, count = chunk.sequence, chunk.start, chunk.count
+            self._starts[index], self._counts[index] = start, count
+            if count == 1:
+                self._ids[row] = sequence.tokens[start]
+                self._positions[row] = start
+                self._owners[row] = index
+            else:
+                rows = slice(row, row + count)
+                self._ids[rows] = sequence.tokens[start : start + count]
+                self._positions[rows] = np.arange(start, start + count)
+                self._owners[rows] = index
+            row += count
+            if chunk.samples:
+                self._asked[asked] = row - 1
+                asked += 1
+            self._write_table(index, sequence.blocks)
         n = len(chunks)
-        return (
-            torch.from_numpy(ids[:n]),
-            torch.from_numpy(positions[:n]),
-            torch.from_numpy(self._tables[:n]),
-        )
+        parts = (self._ids[:row], self._positions[:row], self._owners[:row])
+        parts = (*parts, self._starts[:n], self._counts[:n], self._tables[:n], self._asked[:asked])
+        return StepBatch(*map(torch.from_numpy, parts))
+
+    def _write_table(self, row: int, blocks: list[int]) -> None:
+        # While a sequence runs its list only grows, and it is another list afterwards.
+        written = self._written[row] if self._blocks[row] is blocks else 0
+        if written != len(blocks):
+            self._tables[row, written : len(blocks)] = blocks[written:]
+            self._blocks[row], self._written[row] = blocks, len(blocks)

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from headrace.engine.blocks import BlockPool
 from headrace.engine.checks import check
-from headrace.engine.compiled import CompiledStep, DecodeBatch
+from headrace.engine.compiled import CompiledStep, StepBuffers
 from headrace.engine.config import EngineConfig, EngineStats, UpdatePolicy
 from headrace.engine.drafting import Computed, Drafter
 from headrace.engine.draws import Draws
@@ -109,7 +109,9 @@ class EngineCore:
                 self._compiled = CompiledStep.create(
                     model, self._cache, config.max_context, self._products
                 )
-        self._decodes = DecodeBatch(config.max_running, config.max_context, config.block_tokens)
+        self._buffers = StepBuffers(
+            config.pass_tokens, config.max_running, config.max_context, config.block_tokens
+        )
         self._pool = BlockPool(config.blocks, config.block_tokens)
         self._tree = PrefixTree(self._pool, version)
         self._scheduler = Scheduler(
@@ -370,17 +372,13 @@ class EngineCore:
                 if live.started is None:
                     live.started = now
                     live.stamp(self.version)
-        decoding = 0
-        if self._compiled is not None:
-            decoding = next(
-                (i for i, c in enumerate(chunks) if c.count != 1 or not c.samples), len(chunks)
-            )
         logits = []
         hidden = None
-        if decoding:
-            logits.append(self._decode(chunks[:decoding]))
-        if decoding < len(chunks):
-            last, hidden = self._extend(chunks[decoding:], lives[decoding:])
+        native = self._native(chunks, lives)
+        if native:
+            logits.append(self._step(chunks[:native]))
+        if native < len(chunks):
+            last, hidden = self._extend(chunks[native:], lives[native:])
             logits.append(last)
         sampling = [live for live, chunk in zip(lives, chunks, strict=True) if chunk.samples]
         rows: Iterator[Row] = iter(())
@@ -390,10 +388,25 @@ class EngineCore:
             )
         self._accept(chunks, lives, rows, hidden)
 
-    def _decode(self, chunks: list[Chunk]) -> Tensor:
-        """Logits [n, V] of one token of each sequence, through the compiled step."""
+    def _native(self, chunks: list[Chunk], lives: list[Live]) -> int:
+        """How many of the leading chunks go through the compiled step."""
+        if self._compiled is None:
+            return 0
+        # Over packed weights it multiplies rows of prompts as the decoder does, and saves the way
+        # there; without, torch multiplies many rows faster.
+        whole = isinstance(self._compiled, CompiledStep) and self._products is not None
+        for index, (chunk, live) in enumerate(zip(chunks, lives, strict=True)):
+            if not ((chunk.count == 1 and chunk.samples) or (whole and not live.scores_prompt)):
+                return index
+        return len(chunks)
+
+    def _step(self, chunks: list[Chunk]) -> Tensor:
+        """Logits [m, V] of the rows that sample, through the compiled step."""
+        batch = self._buffers.update(chunks)
+        if isinstance(self._compiled, PlainStep):
+            return self._compiled(batch.ids, batch.positions, batch.tables)
         assert self._compiled is not None
-        return self._compiled(*self._decodes.update(chunks))
+        return self._compiled(batch)
 
     def _extend(self, chunks: list[Chunk], lives: list[Live]) -> tuple[Tensor, Tensor]:
         """Logits [m, V] of the rows that sample, and hidden states [S, D] of all rows.

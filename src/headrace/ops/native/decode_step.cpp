@@ -1,10 +1,13 @@
-// One decode step of a grouped-query decoder, from token ids to logits, by one team of threads.
+// One pass of a grouped-query decoder over a token of each sequence, or some of a prompt, from token
+// ids to logits, by one team of threads.
 //
 // It calls the kernels that the single ops call, in the decoder's order, with their roundings, so
 // that its results are theirs to the bit; what it saves is the way into each op and the fork. Work
 // goes to the team in phases with a barrier behind each: rows (norms, gates, rotations, what a
 // product wants prepared), panels of a product, pieces of attention.
 #include "decode_step.h"
+
+#include <algorithm>
 
 #include "elementwise.h"
 #include "packed.h"
@@ -60,11 +63,8 @@ class StepRun {
         paged_(paged_kernels(level, dtype)) {}
 
   int run(int threads, Workspace& space) {
-    for (int64_t i = 0; i < s_.n; i++)
-      if (s_.ids[i] < 0 || s_.ids[i] >= s_.vocab || s_.positions[i] >= s_.longest)
-        return kBadIndex;
-    const std::vector<int64_t> ones(static_cast<size_t>(s_.n), 1);
-    if (!work_.plan(attention(0), s_.tables, s_.positions, ones.data(), s_.n, s_.blocks,
+    if (!rows_hold() ||
+        !work_.plan(attention(0), s_.tables, s_.starts, s_.counts, s_.sequences, s_.blocks,
                     s_.table_width, s_.kv_heads))
       return kBadIndex;
     if (threads > 1) work_.sort();
@@ -86,6 +86,20 @@ class StepRun {
     std::atomic<int64_t> piece{0};
   };
 
+  // Whether every row is a token that exists at its sequence's next position.
+  bool rows_hold() const {
+    int64_t row = 0;
+    for (int64_t i = 0; i < s_.sequences; i++)
+      for (int64_t t = 0; t < s_.counts[i]; t++, row++)
+        if (row >= s_.n || s_.owners[row] != i || s_.positions[row] != s_.starts[i] + t ||
+            s_.positions[row] >= s_.longest || s_.ids[row] < 0 || s_.ids[row] >= s_.vocab)
+          return false;
+    if (row != s_.n) return false;
+    for (int64_t j = 0; j < s_.num_asked; j++)
+      if (s_.asked[j] < (j > 0 ? s_.asked[j - 1] + 1 : 0) || s_.asked[j] >= s_.n) return false;
+    return true;
+  }
+
   void place(Arena& arena, int threads) {
     const int64_t n = s_.n;
     x_ = arena.take<char>(n * s_.hidden * size_);
@@ -96,11 +110,11 @@ class StepRun {
     mixed_ = arena.take<char>(n * q_width_ * size_);
     gate_up_ = arena.take<char>(n * 2 * s_.inner * size_);
     active_ = arena.take<char>(n * s_.inner * size_);
-    size_t most = bytes_for(s_.head);
+    size_t most = bytes_for(s_.head, s_.num_asked);
     for (int64_t l = 0; l < s_.num_layers; l++) {
       const StepLayer& layer = s_.layers[l];
       for (const StepMatrix* m : {&layer.qkv, &layer.output, &layer.gate_up, &layer.down})
-        most = bytes_for(*m) > most ? bytes_for(*m) : most;
+        most = std::max(most, bytes_for(*m, n));
     }
     prepared_ = arena.take<char>(static_cast<int64_t>(most));
     shared_ = arena.take<char>(static_cast<int64_t>(work_.shared_size(attention(0))));
@@ -108,16 +122,16 @@ class StepRun {
     next_ = arena.take<Next>(s_.num_layers);
   }
 
-  size_t bytes_for(const StepMatrix& m) const {
-    return packed_plan(level_, dtype_, static_cast<int>(m.kind), s_.n, m.inputs, m.outputs)
-        .size(s_.n);
+  size_t bytes_for(const StepMatrix& m, int64_t rows) const {
+    return packed_plan(level_, dtype_, static_cast<int>(m.kind), rows, m.inputs, m.outputs)
+        .size(rows);
   }
 
-  Product product(const StepMatrix& m, const char* x, void* out) const {
+  Product product(const StepMatrix& m, const char* x, void* out, int64_t rows) const {
     const int kind = static_cast<int>(m.kind);
-    return {packed_arguments(x, m.inputs, m.panels, m.scales, m.bias, kind, s_.n, m.inputs,
+    return {packed_arguments(x, m.inputs, m.panels, m.scales, m.bias, kind, rows, m.inputs,
                              m.outputs, out),
-            packed_plan(level_, dtype_, kind, s_.n, m.inputs, m.outputs), prepared_};
+            packed_plan(level_, dtype_, kind, rows, m.inputs, m.outputs), prepared_};
   }
 
   Paged attention(int64_t layer) const {
@@ -133,7 +147,7 @@ class StepRun {
     for (int64_t l = 0; l < s_.num_layers; l++) {
       const StepLayer& layer = s_.layers[l];
 
-      const Product qkv = product(layer.qkv, normed_, qkv_);
+      const Product qkv = product(layer.qkv, normed_, qkv_, s_.n);
       if (l > 0) add(begin, end);
       normalise(layer.attention_norm, begin, end);
       multiply(qkv, me);
@@ -141,31 +155,39 @@ class StepRun {
       me.wait();
       attend(l, me);
 
-      const Product output = product(layer.output, mixed_, delta_);
+      const Product output = product(layer.output, mixed_, delta_, s_.n);
       multiply(output, me);
 
-      const Product gate_up = product(layer.gate_up, normed_, gate_up_);
+      const Product gate_up = product(layer.gate_up, normed_, gate_up_, s_.n);
       add(begin, end);
       normalise(layer.feed_forward_norm, begin, end);
       multiply(gate_up, me);
 
-      const Product down = product(layer.down, active_, delta_);
+      const Product down = product(layer.down, active_, delta_, s_.n);
       gate_(Gate{gate_up_, nullptr, active_, s_.inner}, begin, end);
       multiply(down, me);
     }
-    add(begin, end);
-    normalise(s_.final_norm, begin, end);
+    // Only the rows that were asked for; nobody reads what `normed_` held any more.
+    if (s_.num_asked == 0) return;
+    const int64_t from = me.begin(s_.num_asked), to = me.end(s_.num_asked);
+    for (int64_t j = from; j < to; j++) {
+      const int64_t row = s_.asked[j];
+      add(row, row + 1);
+      norm_(RmsNorm{at(x_, row, s_.hidden), {1, s_.hidden, 0}, s_.final_norm, nullptr, nullptr,
+                    at(normed_, j, s_.hidden), nullptr, s_.hidden, s_.epsilon},
+            0, 1);
+    }
     // Logits stay float whatever the rest is.
-    Product head = product(s_.head, normed_, s_.logits);
+    Product head = product(s_.head, normed_, s_.logits, s_.num_asked);
     const int kind = static_cast<int>(s_.head.kind);
     head.plan.finish =
-        packed_plan(level_, kFloat32, kind, s_.n, s_.head.inputs, s_.head.outputs).finish;
+        packed_plan(level_, kFloat32, kind, s_.num_asked, s_.head.inputs, s_.head.outputs).finish;
     multiply(head, me);
   }
 
   // Begins with the member's own rows, which it has just computed.
   void multiply(const Product& p, const Member& me) const {
-    p.prepare(me.begin(s_.n), me.end(s_.n));
+    p.prepare(me.begin(p.a.S), me.end(p.a.S));
     me.wait();
     p.multiply(me);
     me.wait();
@@ -184,7 +206,7 @@ class StepRun {
   // Norms of the heads, rotation, and the new key and value into their block.
   void place_token(const StepLayer& layer, int64_t i) const {
     const int64_t d = s_.dim, position = s_.positions[i], place = position % s_.block_tokens;
-    const int64_t block = s_.tables[i * s_.table_width + position / s_.block_tokens];
+    const int64_t block = s_.tables[s_.owners[i] * s_.table_width + position / s_.block_tokens];
     char* q = at(qkv_, i, qkv_width_);
     char* k = q + bytes(q_width_);
     const char* v = k + bytes(s_.kv_heads * d);

@@ -21,19 +21,22 @@ struct StepLayer {
   StepMatrix qkv, output, gate_up, down;
 };
 
-// One new token for each of n sequences of a grouped-query decoder with SwiGLU. Everything is of
-// one dtype but for matrices, biases and logits, which are fp32. embedding [vocab,hidden]; cosine and sine
-// [longest or more, d]; ids and positions [n]; tables [n,table_width], the blocks of each sequence,
-// which are below `blocks` and lie `block_stride` elements apart; logits [n,vocab] out.
+// New tokens of some sequences of a grouped-query decoder with SwiGLU: n rows, sequence after sequence.
+// Everything is of one dtype but for matrices, biases and logits, which are fp32. embedding
+// [vocab,hidden]; cosine and sine [longest or more, d]; ids, positions and owners [n]: each row's
+// token, where it goes, and whose it is; starts and counts [sequences]: position of each one's first
+// row, and its rows; tables [sequences,table_width], the blocks of each sequence, which are below
+// `blocks` and lie `block_stride` elements apart; asked [num_asked], rows whose logits
+// [num_asked,vocab] are wanted, ascending.
 struct Step {
   const StepLayer* layers;
   const void *embedding, *final_norm, *cosine, *sine;
   StepMatrix head;
-  const int64_t *ids, *positions;
+  const int64_t *ids, *positions, *owners, *starts, *counts, *asked;
   const int32_t* tables;
   void* logits;
-  int64_t n, num_layers, hidden, inner, heads, kv_heads, dim, vocab, longest, blocks, table_width,
-      block_tokens, block_stride, interleaved;
+  int64_t n, sequences, num_asked, num_layers, hidden, inner, heads, kv_heads, dim, vocab, longest,
+      blocks, table_width, block_tokens, block_stride, interleaved;
   float epsilon, scale;
 };
 
