@@ -232,8 +232,12 @@ def _usage(count: Usage) -> dict[str, Any]:
 
 
 def _reasoning(item: str, text: str) -> dict[str, Any]:
-    content = [{"type": "reasoning_text", "text": text}] if text else []
+    content = [_thought(text)] if text else []
     return {"id": item, "type": "reasoning", "summary": [], "content": content}
+
+
+def _thought(text: str) -> dict[str, Any]:
+    return {"type": "reasoning_text", "text": text}
 
 
 def _message(
@@ -351,8 +355,8 @@ class Stream:
         item = self._item(begun=True)
         index = place["output_index"]
         events.append(self._event("response.output_item.added", output_index=index, item=item))
-        if kind == "message":
-            part = _part("")
+        if kind != "function_call":
+            part = _part("") if kind == "message" else _thought("")
             events.append(
                 self._event("response.content_part.added", **place, content_index=0, part=part)
             )
@@ -383,6 +387,10 @@ class Stream:
         elif self._kind == "reasoning":
             events.append(
                 self._event("response.reasoning_text.done", **place, content_index=0, text=text)
+            )
+            part = _thought(text)
+            events.append(
+                self._event("response.content_part.done", **place, content_index=0, part=part)
             )
         else:
             events.append(
