@@ -1,14 +1,17 @@
-"""mini-swe-agent against the gateway, unmodified, through its own command line.
+"""mini-swe-agent against the gateway, unmodified, with the settings that `headrace serve` prints.
 
 Runs where HEADRACE_MINI_SWE_AGENT_PYTHON names an interpreter that has it (`-m slow`).
 """
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 from agent_rig import Rig, chain, installed, run_program, says, serving
+
+from headrace.serving import client_settings
 
 PYTHON = installed("HEADRACE_MINI_SWE_AGENT_PYTHON")
 SUBMIT = "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT && cat answer.txt"
@@ -30,16 +33,13 @@ async def solve(rig: Rig, folder: Path) -> dict[str, Any]:
     assert PYTHON is not None
     (folder / "notes.txt").write_text("one\ntwo\n")
     task = "Write the number of lines of notes.txt into answer.txt."
-    command = [PYTHON.with_name("mini"), "--yolo", "--exit-immediately", "-o", "trajectory.json"]
+    words = client_settings(rig.url, rig.key, "tiny")["mini-swe-agent"]
+    options = f"--yolo --exit-immediately -o trajectory.json -t '{task}'"
     environment = {
-        "OPENAI_BASE_URL": rig.url,
-        "OPENAI_API_KEY": rig.key,
-        "MSWEA_CONFIGURED": "true",
-        "MSWEA_COST_TRACKING": "ignore_errors",
+        "PATH": f"{PYTHON.parent}{os.pathsep}{os.environ['PATH']}",
+        "LITELLM_LOCAL_MODEL_COST_MAP": "True",  # else it is fetched from a server
     }
-    await run_program(
-        [*command, "-m", "openai/tiny", "-t", task], folder=folder, environment=environment
-    )
+    await run_program(["sh", "-c", f"{words} {options}"], folder=folder, environment=environment)
     return json.loads((folder / "trajectory.json").read_text())
 
 
