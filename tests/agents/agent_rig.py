@@ -32,6 +32,11 @@ def installed(variable: str) -> Path | None:
     return Path(named) if named and Path(named).exists() else None
 
 
+def with_path(folder: Path) -> dict[str, str]:
+    """The environment in which a shell finds what is in `folder` first."""
+    return {"PATH": f"{folder}{os.pathsep}{os.environ['PATH']}"}
+
+
 def says(text: str, *calls: tuple[str, Mapping[str, str]], thought: str = "so") -> list[int]:
     """The tokens of a GLM-5 answer: a thought, a text, and calls as (tool, its arguments)."""
     body = f"{thought}</think>{text}"

@@ -4,11 +4,10 @@ Runs where HEADRACE_CODING_AGENTS names a folder that has them in node_modules (
 """
 
 import json
-import os
 from pathlib import Path
 
 import pytest
-from agent_rig import chain, installed, run_program, says, serving
+from agent_rig import chain, installed, run_program, says, serving, with_path
 
 from headrace.serving import client_settings
 
@@ -24,9 +23,10 @@ pytestmark = [
 
 async def start(words: str, folder: Path, options: str) -> str:
     """What an agent printed that was started with `words` of a shell and `options` after them."""
-    path = f"{AGENTS}/node_modules/.bin{os.pathsep}{os.environ['PATH']}"
+    assert AGENTS is not None
+    environment = QUIET | with_path(AGENTS / "node_modules" / ".bin")
     command = ["sh", "-c", f"{words} {options}"]
-    return await run_program(command, folder=folder, environment={"PATH": path, **QUIET})
+    return await run_program(command, folder=folder, environment=environment)
 
 
 async def test_claude_code_is_one_conversation(tmp_path: Path) -> None:

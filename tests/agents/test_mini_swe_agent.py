@@ -4,12 +4,11 @@ Runs where HEADRACE_MINI_SWE_AGENT_PYTHON names an interpreter that has it (`-m 
 """
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
 import pytest
-from agent_rig import Rig, chain, installed, run_program, says, serving
+from agent_rig import Rig, chain, installed, run_program, says, serving, with_path
 
 from headrace.serving import client_settings
 
@@ -36,7 +35,7 @@ async def solve(rig: Rig, folder: Path) -> dict[str, Any]:
     words = client_settings(rig.url, rig.key, "tiny")["mini-swe-agent"]
     options = f"--yolo --exit-immediately -o trajectory.json -t '{task}'"
     environment = {
-        "PATH": f"{PYTHON.parent}{os.pathsep}{os.environ['PATH']}",
+        **with_path(PYTHON.parent),
         "LITELLM_LOCAL_MODEL_COST_MAP": "True",  # else it is fetched from a server
     }
     await run_program(["sh", "-c", f"{words} {options}"], folder=folder, environment=environment)

@@ -4,11 +4,10 @@ Runs where HEADRACE_VERIFIERS_PYTHON names an interpreter that has it, and uv be
 """
 
 import json
-import os
 from pathlib import Path
 
 import pytest
-from agent_rig import chain, installed, run_program, says, serving
+from agent_rig import chain, installed, run_program, says, serving, with_path
 
 PYTHON = installed("HEADRACE_VERIFIERS_PYTHON")
 HERE = Path(__file__).parent
@@ -44,7 +43,7 @@ async def test_an_evaluation_is_one_conversation_a_task(tmp_path: Path) -> None:
             folder=tmp_path,
             environment={
                 "OPENAI_API_KEY": rig.key,
-                "PATH": f"{PYTHON.parent}{os.pathsep}{os.environ['PATH']}",
+                **with_path(PYTHON.parent),
                 "PYTHONPATH": str(HERE),
                 "UV_CACHE_DIR": str(PYTHON.parents[1] / "uv-cache"),
             },
