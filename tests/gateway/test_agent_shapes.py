@@ -148,3 +148,37 @@ async def test_a_streamed_response_opens_every_part_before_its_pieces(served: Se
             kind = event["type"].removeprefix("response.").removesuffix(".delta")
             assert opened[place] == kind
     assert kinds == ["reasoning_text", "output_text"]
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+async def test_items_of_a_response_may_be_named_by_their_ids(
+    served: Served, streamed: bool
+) -> None:
+    """As Vercel's AI SDK does unless it is told `store: false`."""
+    tool = {"type": "function", "name": "bash", **BASH["function"]}
+    body = {"input": [USER], "tools": [tool], "stream": streamed}
+    told = await served.post("responses", **body)
+    output = (_events(told)[-1]["response"] if streamed else told.json())["output"]
+    assert [item["type"] for item in output] == ["reasoning", "message", "function_call"]
+    named = [{"type": "item_reference", "id": item["id"]} for item in output]
+    result = {"type": "function_call_output", "call_id": output[2]["call_id"], "output": "12"}
+    for items in (named, [*named[:2], output[2]]):
+        await served.post("responses", input=[USER, *items, result], tools=[tool])
+    calls = served.calls()
+    assert [call.parent_id for call in calls] == [None, "s/0", "s/0"]
+    assert calls[1].messages[1]["reasoning_content"] == "list them"
+
+
+@pytest.mark.parametrize("name", ["rs_s-7_0", "msg_other-0_0", "fc_s-0_3", "nonsense", None, 7])
+async def test_items_that_nobody_kept_are_refused(served: Served, name: Any) -> None:
+    tool = {"type": "function", "name": "bash", **BASH["function"]}
+    await served.post("responses", input="how many lines?", tools=[tool])
+    # Its one call, which is there, and another item, which is not.
+    items = [{"type": "item_reference", "id": i} for i in ("fc_s-0_2", name)]
+    body = {"model": "tiny", "input": [USER, *items], "tools": [tool]}
+    response = await served.http.post("responses", json=body)
+    assert response.status_code == 404
+    error = response.json()["error"]
+    assert error["code"] == "item_not_found"
+    assert error["message"].startswith(f"input[2].id={name!r}")
+    assert "store=false" in error["message"]
