@@ -37,8 +37,9 @@ for name in "$@"; do
 	place=$folder/$name
 	case $name in
 	node)
-		say "OpenAI's and Anthropic's packages for Node.js"
-		from_npm "$place" openai@7.59.0 @anthropic-ai/sdk@1.14.0
+		say "OpenAI's and Anthropic's packages for Node.js, and Vercel's AI SDK"
+		from_npm "$place" openai@7.59.0 @anthropic-ai/sdk@1.14.0 \
+			ai@6.0.326 @ai-sdk/openai@3.0.141 @ai-sdk/anthropic@3.0.140 zod@4
 		names HEADRACE_NODE_AGENTS "$place"
 		;;
 	mini-swe-agent)

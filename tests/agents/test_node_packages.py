@@ -1,4 +1,4 @@
-"""OpenAI's and Anthropic's packages for Node.js against the gateway, unmodified.
+"""OpenAI's and Anthropic's packages for Node.js, and Vercel's AI SDK, unmodified.
 
 Runs where HEADRACE_NODE_AGENTS names a folder that has them in node_modules (`-m slow`).
 """
@@ -22,7 +22,7 @@ pytestmark = [
 ]
 
 
-async def run(script: str, part: str, rig: Rig, folder: Path) -> dict[str, Any]:
+async def run(script: str, part: str, rig: Rig, folder: Path, *more: str) -> dict[str, Any]:
     settings = {
         "HEADRACE_NODE_AGENTS": str(NODE),
         "OPENAI_BASE_URL": rig.url,
@@ -30,7 +30,7 @@ async def run(script: str, part: str, rig: Rig, folder: Path) -> dict[str, Any]:
         "ANTHROPIC_BASE_URL": rig.root,
         "ANTHROPIC_API_KEY": rig.key,
     }
-    command = ("node", HERE / script, part)
+    command = ("node", HERE / script, part, *more)
     told = await run_program(command, folder=folder, environment=settings)
     return json.loads(told.splitlines()[-1])
 
@@ -142,3 +142,19 @@ async def test_errors_of_messages_are_the_packages_own(tmp_path: Path) -> None:
         "status": 400,
         "type": "invalid_request_error",
     }
+
+
+@pytest.mark.parametrize("how", ["whole", "streamed"])
+@pytest.mark.parametrize("api", ["chat", "responses", "messages"])
+async def test_the_loop_of_the_ai_sdk_is_one_conversation(
+    tmp_path: Path, api: str, how: str
+) -> None:
+    outputs = [says("look", LS, WC), says("again", LS), says("12 in all")]
+    async with serving(*outputs) as rig:
+        told = await run("ai_sdk_agent.mjs", api, rig, tmp_path, how)
+        calls = await rig.calls()
+    assert (told["text"], told["errors"]) == ("12 in all", [])
+    assert told["ran"] == ["ls", "wc -l notes.txt", "ls"]
+    assert chain(calls) == ["first", None, None]
+    assert [list(call.output_ids) for call in calls] == outputs
+    assert rig.refused == 0
