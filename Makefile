@@ -8,6 +8,7 @@
 #   PYTHON       interpreter to build .venv with (3.11 or newer; found by itself if unset)
 #   TORCH_INDEX  extra package index for torch, e.g. https://download.pytorch.org/whl/cpu
 #   EXTRAS       optional dependency groups to install
+#   AGENTS       what make agents installs and tests: node, mini-swe-agent, verifiers, coding
 #   ARGS         further arguments, e.g. make quickstart ARGS="--set stages.rl.updates=5"
 
 PYTHON ?=
@@ -15,6 +16,7 @@ TORCH_INDEX ?=
 EXTRAS ?= dev
 SEED ?=
 ARGS ?=
+AGENTS ?= node mini-swe-agent verifiers
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -23,10 +25,10 @@ CHECKED := src tests benchmarks
 TORCH := $(shell sed -n 's/^\(torch==[^ ]*\).*/\1/p' constraints.txt)
 
 # Tests start engine and trainer processes; more compute threads than cores slow all of them down.
-test test-slow: export OMP_NUM_THREADS ?= 1
+test test-slow agents: export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart smollm2 glm5-tiny smoke test test-slow lint format docs clean
+.PHONY: help setup quickstart smollm2 glm5-tiny smoke test test-slow agents lint format docs clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -85,6 +87,11 @@ test: lint ## Lint, types and the default test suite
 
 test-slow: setup ## The tests that take minutes
 	@$(BIN)/python -m pytest -m slow $(ARGS)
+
+agents: setup ## Other people's agents in .agents, each by itself, and their tests
+	@tests/agents/install.sh .agents $(BIN)/python $(AGENTS)
+	@echo "==> Running the tests of the agents"
+	@. ./.agents/environment && $(BIN)/python -m pytest -m slow tests/agents $(ARGS)
 
 lint: setup ## ruff check, ruff format --check, pyright
 	@echo "==> Checking style (ruff)"

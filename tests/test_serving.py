@@ -158,15 +158,17 @@ def test_a_server_answers_the_openai_client_until_interrupted(checkpoint):
         start_new_session=True,
     )
     try:
-        told = {}
+        told, settings = {}, set()
         assert process.stdout is not None
         for line in process.stdout:
             for name in ("base URL", "API key", "model"):
                 if line.strip().startswith(name):
                     told[name] = line.split()[-1]
+            settings |= {line.split()[0]} & {"OpenAI", "Anthropic", "mini-swe-agent", "Codex"}
             if "Ctrl-C" in line:
                 break
         assert set(told) == {"base URL", "API key", "model"}, process.stderr
+        assert settings == {"OpenAI", "Anthropic", "mini-swe-agent", "Codex"}
         messages: list[ChatCompletionMessageParam] = [
             {"role": "user", "content": "count the lines"}
         ]

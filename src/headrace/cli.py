@@ -252,11 +252,11 @@ def serve(
         str | None, typer.Option(metavar="KEY", help="API key of the server at --engine-url.")
     ] = None,
 ) -> int:
-    """Serve a checkpoint through the OpenAI-compatible API until Ctrl-C.
+    """Serve a checkpoint through OpenAI's and Anthropic's APIs until Ctrl-C.
 
-    Prints the base URL and an API key for any OpenAI client. Nothing is recorded and nothing is
-    trained; `headrace run` does that. The engine is headrace's own, or vLLM or SGLang, started for
-    this or running already; see docs/adapters.md.
+    Prints the base URL, an API key, and how to point clients and agents at them. Nothing is
+    recorded and nothing is trained; `headrace run` does that. The engine is headrace's own, or vLLM
+    or SGLang, started for this or running already; see docs/adapters.md.
     """
     from headrace.serving import ServeOptions, serve_forever
 

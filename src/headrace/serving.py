@@ -43,8 +43,9 @@ DECODE_SLOWDOWN = 4.0
 _DEFAULT_CONTEXT = 2048
 """Tokens per request unless asked for more: the cache is sized by it."""
 
-_DEFAULT_ANSWER = 256
-"""Tokens of an answer when a client does not say."""
+_DEFAULT_ANSWER = 4096
+"""Tokens of an answer when a client does not say, as coding agents do not: files are long. The
+context may end it before."""
 
 
 class ServeOptions(msgspec.Struct, frozen=True):
@@ -337,14 +338,39 @@ async def _serve(
     console.print("Stopped.")
 
 
-def _print_clients(base_url: str, key: str, model: str, console: Console) -> None:
-    """How to point clients and some agents at the server; docs/agents.md has more."""
+def client_settings(base_url: str, key: str, model: str) -> dict[str, str]:
+    """How to point clients and some agents at a server, each as words for a shell.
+
+    docs/agents.md says which versions of them were tried, and what the settings are for.
+
+    Args:
+        base_url: of its OpenAI APIs, ending in /v1.
+        key: API key.
+        model: name of the model.
+    """
     root = base_url.removesuffix("/v1")
-    for name, words in {
-        "OpenAI": f"OPENAI_BASE_URL={base_url} OPENAI_API_KEY={key}",
+    openai = f"OPENAI_BASE_URL={base_url} OPENAI_API_KEY={key}"
+    provider = (
+        f'{{name="headrace",base_url="{base_url}",env_key="OPENAI_API_KEY",wire_api="responses"}}'
+    )
+    return {
+        "OpenAI": openai,
         "Anthropic": f"ANTHROPIC_BASE_URL={root} ANTHROPIC_API_KEY={key}",
-        "Claude Code": f"ANTHROPIC_BASE_URL={root} ANTHROPIC_AUTH_TOKEN={key} claude",
-        "Codex": f'model_providers.headrace: base_url = "{base_url}", wire_api = "responses"',
-        "mini-swe-agent": f"model_name: openai/{model}, model_kwargs: {{api_base: {base_url}}}",
-    }.items():
+        "mini-swe-agent": (
+            f"{openai} MSWEA_CONFIGURED=true MSWEA_COST_TRACKING=ignore_errors "
+            f"mini -m openai/{model}"
+        ),
+        "Claude Code": (
+            f"ANTHROPIC_BASE_URL={root} ANTHROPIC_AUTH_TOKEN={key} claude --model {model}"
+        ),
+        "Codex": (
+            f"OPENAI_API_KEY={key} codex -m {model} -c model_provider=headrace "
+            f"-c 'model_providers.headrace={provider}' -c web_search=disabled "
+            "--disable multi_agent"
+        ),
+    }
+
+
+def _print_clients(base_url: str, key: str, model: str, console: Console) -> None:
+    for name, words in client_settings(base_url, key, model).items():
         console.print(f"{name:>14}  {escape(words)}", style="dim", highlight=False, soft_wrap=True)

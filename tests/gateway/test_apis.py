@@ -482,7 +482,7 @@ async def test_responses_refuse_what_they_lack(client: AsyncOpenAI) -> None:
         ({"background": True}, "background"),
         ({"tools": [{"type": "web_search"}]}, "tools"),
         ({"text": {"format": {"type": "json_object"}}}, "text.format"),
-        ({"input": [{"type": "item_reference", "id": "x"}]}, "item_reference"),
+        ({"input": [{"type": "compaction", "id": "x"}]}, "compaction"),
     ):
         with pytest.raises(openai.BadRequestError, match=word):
             await client.responses.create(**{"model": "tiny", "input": "x", **fields})

@@ -8,12 +8,12 @@ across weight versions. Every sampled token has a logprob of its own, so it can 
 import asyncio
 import copy
 import random
-from collections import Counter
 from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from recorded import check_laws
 from scripted import (
     BASH,
     ScriptedEngine,
@@ -26,8 +26,7 @@ from scripted import (
 from headrace.engine.types import GenerationRequest, GenerationResult
 from headrace.gateway.gateway import Gateway
 from headrace.gateway.turn import ApiError
-from headrace.rollout.segments import accounting, segments
-from headrace.rollout.types import Call, FinishReason, Outcome, Session
+from headrace.rollout.types import FinishReason
 from headrace.tokens.chatml import TemplateRenderer
 from headrace.tokens.compact import CompactRenderer
 from headrace.tokens.library import LibraryRenderer
@@ -132,51 +131,6 @@ class _Client:
         self.conversations.append([*messages, answer, *new])
 
 
-def _check(calls: tuple[Call, ...], engine: ScriptedEngine) -> None:
-    by_id = {call.id: call for call in calls}
-    assert [call.index for call in calls] == list(range(len(calls)))
-
-    def path(call: Call) -> tuple[int, ...]:
-        return prompt(call) + call.output_ids
-
-    def prompt(call: Call) -> tuple[int, ...]:
-        held = path(by_id[call.parent_id]) if call.parent_id else ()
-        return held + call.prompt_delta
-
-    # L1: what the record says is what the engine read and wrote, call by call.
-    recorded = Counter((prompt(call), call.output_ids) for call in calls)
-    assert recorded == Counter(engine.log)
-
-    session = Session("s", "rl", "train", "t", {}, "g", Outcome.OK, calls=calls)
-    derived = segments(session)
-    read_or_written = {prompt + output for prompt, output in engine.log}
-    sampled = {p: span for c in calls for span in c.spans for p in span.logprobs}
-    trained: Counter[float] = Counter()
-    for segment in derived:
-        assert segment.ids in read_or_written
-        rows = zip(segment.ids, segment.train_mask, segment.logprobs, segment.versions, strict=True)
-        for token, mask, logprob, version in rows:
-            if mask:
-                trained[logprob] += 1
-            if logprob:  # L3 and L4: the very token, at its own logprob and version
-                span = sampled[logprob]
-                assert token == span.ids[span.logprobs.index(logprob)]
-                assert version == span.weight_version
-            else:
-                assert not mask
-                assert version == -1
-    # L2: every sampled token trains exactly once.
-    assert trained == Counter(dict.fromkeys(sampled, 1))
-    account = accounting(session)
-    assert account.sampled == account.trainable == len(sampled)
-    for limit in (0, 40, 80):
-        account = accounting(session, max_tokens=limit)
-        assert account.sampled == account.trainable + sum(account.dropped.values())
-        kept = segments(session, max_tokens=limit)
-        assert all(len(segment.ids) <= limit for segment in kept)
-        assert sum(sum(segment.train_mask) for segment in kept) == account.trainable
-
-
 @pytest.mark.parametrize("name", RENDERERS)
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(steps=st.lists(STEPS, min_size=1, max_size=12), seed=st.integers(0, 2**32))
@@ -191,7 +145,7 @@ def test_random_sessions_keep_the_token_laws(name: str, steps: list[str], seed: 
         for step in steps:
             await client.step(step)
         calls = await gateway.close_session("s")
-        _check(calls, engine)
+        check_laws(calls, engine)
         answered = [call.idempotency_key for call in calls if call.finish_reason != "aborted"]
         assert len(answered) == len(set(answered))
 

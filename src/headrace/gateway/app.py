@@ -161,11 +161,15 @@ def _read_completion(gateway: Gateway, credentials: Credentials, data: bytes) ->
 def _read_response(gateway: Gateway, credentials: Credentials, data: bytes) -> _Read:
     body = decode(data, openai_responses.ResponsesRequest)
     before: list[dict[str, Any]] = []
+    shown = _with_metadata(credentials, body.metadata)
     if body.previous_response_id is not None:
-        shown = _with_metadata(credentials, body.metadata)
         before = gateway.conversation(shown, openai_responses.call_of(body.previous_response_id))
     events = openai_responses.Stream(gateway.model) if body.stream else None
-    return _Read(openai_responses.read(body, before), events, body.metadata)
+
+    def recall(response: str) -> dict[str, Any]:
+        return gateway.conversation(shown, response)[-1]
+
+    return _Read(openai_responses.read(body, before, recall), events, body.metadata)
 
 
 def _read_message(gateway: Gateway, credentials: Credentials, data: bytes) -> _Read:

@@ -118,6 +118,7 @@ class History:
         elif digests[0] not in self._beginnings:
             fork = ForkReason.NEW_CONVERSATION
         wanted = tools_key(tools)
+        rethought = False
         for count in range(len(messages) - 1, 0, -1):
             nodes = self._by_messages.get(digests[count - 1])
             if not nodes:
@@ -125,9 +126,10 @@ class History:
             answer = messages[count - 1]
             nodes = [node for node in nodes if same_reasoning(answer, node.answer)]
             if not nodes:
+                rethought = True
                 continue
             if any(message["role"] == "assistant" for message in messages[count:]):
-                return Match(None, everything, ForkReason.ASSISTANT_INJECTED)
+                return Match(None, everything, fork if rethought else ForkReason.ASSISTANT_INJECTED)
             same_tools = [node for node in nodes if node.tools_key == wanted]
             if not same_tools:
                 return Match(None, everything, ForkReason.TOOLS_CHANGED)

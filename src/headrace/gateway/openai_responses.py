@@ -1,16 +1,16 @@
 """OpenAI responses: the subset that coding agents use, with function tools and text.
 
-Items of the input are turned into chat messages: reasoning, message and function calls that follow
-each other are one assistant message. With `previous_response_id` the earlier conversation of the
-same session goes before the input.
+`openai_items` reads the items of the input. With `previous_response_id` the earlier conversation of
+the same session goes before them.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 
 from headrace.gateway.openai_chat import error_body
+from headrace.gateway.openai_items import Recall, item_id, read_items
 from headrace.gateway.turn import (
     Answer,
     ApiError,
@@ -22,7 +22,6 @@ from headrace.gateway.turn import (
     Turn,
     Usage,
     Wish,
-    invalid,
     new_turn,
     unsupported,
 )
@@ -50,11 +49,16 @@ class ResponsesRequest(msgspec.Struct, frozen=True, kw_only=True):
     metadata: dict[str, Any] | None = None
 
 
-def read(request: ResponsesRequest, before: Sequence[dict[str, Any]] = ()) -> Turn:
+def read(
+    request: ResponsesRequest,
+    before: Sequence[dict[str, Any]] = (),
+    recall: Recall | None = None,
+) -> Turn:
     """Check a request.
 
     Args:
         before: chat messages of the conversation that `previous_response_id` names.
+        recall: see `read_items`.
 
     Raises:
         ApiError: 400, naming the parameter, its value and what to send instead.
@@ -81,7 +85,7 @@ def read(request: ResponsesRequest, before: Sequence[dict[str, Any]] = ()) -> Tu
             # New instructions take the place of earlier ones; without any, those stay.
             before = before[1:]
     messages += before
-    messages += _merged(_items(request.input))
+    messages += read_items(request.input, recall)
     return new_turn(
         messages,
         tools=[_tool(tool, i) for i, tool in enumerate(request.tools or ())],
@@ -101,68 +105,6 @@ def _tool(tool: Any, number: int) -> dict[str, Any]:
     return {"type": "function", "function": function}
 
 
-# -- input --------------------------------------------------------------------------------------
-
-
-def _items(given: str | list[Any]) -> Iterator[dict[str, Any]]:
-    """Each input item as a chat message of its own."""
-    if isinstance(given, str):
-        yield {"role": "user", "content": given}
-        return
-    for i, item in enumerate(given):
-        place = f"input[{i}]"
-        if not isinstance(item, dict):
-            raise invalid(f"{place} is {type(item).__name__}; send an object", param="input")
-        kind = item.get("type", "message")
-        if kind == "message":
-            role = item.get("role")
-            yield {"role": role, "content": _text(item.get("content"), f"{place}.content")}
-        elif kind == "function_call":
-            function = {"name": item.get("name"), "arguments": item.get("arguments") or "{}"}
-            call = {"id": item.get("call_id"), "type": "function", "function": function}
-            yield {"role": "assistant", "content": "", "tool_calls": [call]}
-        elif kind == "function_call_output":
-            output = _text(item.get("output"), f"{place}.output")
-            yield {"role": "tool", "tool_call_id": item.get("call_id"), "content": output}
-        elif kind == "reasoning":
-            thought = _text(item.get("content") or "", f"{place}.content")
-            yield {"role": "assistant", "content": "", "reasoning_content": thought}
-        else:
-            raise unsupported(
-                f"{place}.type", kind, "send messages, function calls, their outputs and reasoning"
-            )
-
-
-def _text(content: Any, place: str) -> str:
-    if content is None or isinstance(content, str):
-        return content or ""
-    if not isinstance(content, list):
-        raise invalid(f"{place} must be a text or a list of parts", param="input")
-    texts = []
-    for j, part in enumerate(content):
-        text = part.get("text") if isinstance(part, dict) else None
-        if not isinstance(text, str):
-            kind = part.get("type") if isinstance(part, dict) else type(part).__name__
-            raise unsupported(f"{place}[{j}].type", kind, "send text parts")
-        texts.append(text)
-    return "".join(texts)
-
-
-def _merged(messages: Iterator[dict[str, Any]]) -> list[dict[str, Any]]:
-    """What one answer was made of becomes one message again."""
-    merged: list[dict[str, Any]] = []
-    for message in messages:
-        last = merged[-1] if merged else None
-        if last is None or not last["role"] == message["role"] == "assistant":
-            merged.append(dict(message))
-            continue
-        last["content"] += message["content"]
-        for key, empty in (("reasoning_content", ""), ("tool_calls", [])):
-            if message.get(key):
-                last[key] = last.get(key, empty) + message[key]
-    return merged
-
-
 # -- answers ------------------------------------------------------------------------------------
 
 
@@ -171,12 +113,12 @@ def write(answers: Sequence[Answer], model: str) -> dict[str, Any]:
     answer = answers[0]
     output: list[dict[str, Any]] = []
     if answer.reasoning is not None:
-        output.append(_reasoning(_item_id("rs", answer.response_id, 0), answer.reasoning))
+        output.append(_reasoning(item_id("rs", answer.response_id, 0), answer.reasoning))
     if answer.content or not answer.tool_calls:
-        item = _item_id("msg", answer.response_id, len(output))
+        item = item_id("msg", answer.response_id, len(output))
         output.append(_message(item, answer.content, answer.scores))
     for call in answer.tool_calls:
-        output.append(_function_call(_item_id("fc", answer.response_id, len(output)), call))
+        output.append(_function_call(item_id("fc", answer.response_id, len(output)), call))
     return _body(answer.response_id, answer.created, model, output, answer)
 
 
@@ -217,10 +159,6 @@ def call_of(response_id: str) -> str:
     return response_id.removeprefix("resp_")
 
 
-def _item_id(prefix: str, call_id: str, number: int) -> str:
-    return f"{prefix}_{call_id}_{number}"
-
-
 def _usage(count: Usage) -> dict[str, Any]:
     return {
         "input_tokens": count.prompt,
@@ -232,8 +170,12 @@ def _usage(count: Usage) -> dict[str, Any]:
 
 
 def _reasoning(item: str, text: str) -> dict[str, Any]:
-    content = [{"type": "reasoning_text", "text": text}] if text else []
+    content = [_thought(text)] if text else []
     return {"id": item, "type": "reasoning", "summary": [], "content": content}
+
+
+def _thought(text: str) -> dict[str, Any]:
+    return {"type": "reasoning_text", "text": text}
 
 
 def _message(
@@ -338,7 +280,7 @@ class Stream:
         prefix = {"reasoning": "rs", "message": "msg", "function_call": "fc"}[self._kind or ""]
         number = len(self._done)
         return {
-            "item_id": _item_id(prefix, self._start.response_id, number),
+            "item_id": item_id(prefix, self._start.response_id, number),
             "output_index": number,
         }
 
@@ -351,8 +293,8 @@ class Stream:
         item = self._item(begun=True)
         index = place["output_index"]
         events.append(self._event("response.output_item.added", output_index=index, item=item))
-        if kind == "message":
-            part = _part("")
+        if kind != "function_call":
+            part = _part("") if kind == "message" else _thought("")
             events.append(
                 self._event("response.content_part.added", **place, content_index=0, part=part)
             )
@@ -383,6 +325,10 @@ class Stream:
         elif self._kind == "reasoning":
             events.append(
                 self._event("response.reasoning_text.done", **place, content_index=0, text=text)
+            )
+            part = _thought(text)
+            events.append(
+                self._event("response.content_part.done", **place, content_index=0, part=part)
             )
         else:
             events.append(

@@ -196,11 +196,16 @@ def identity(message: Message) -> bytes:
 def same_reasoning(sent: Message, recorded: Message) -> bool:
     """Whether `sent` leaves the recorded reasoning as it was, or out.
 
-    The same for the thoughts of its calls; a message that has only its first thought left, as from
-    clients that know one thought a message, counts as the same.
+    The same for the thoughts of its calls. What clients lose without meaning to counts as the same:
+    a message that has only its first thought left, as from clients that know one thought a message,
+    and one that has only the end of its reasoning left, as from OpenAI's package for Node.js, which
+    keeps the last piece of a streamed field that it does not know.
     """
     reasoning = sent.get("reasoning_content")
-    known = {None, recorded.get("reasoning_content")}
+    whole = recorded.get("reasoning_content")
+    if reasoning is not None and whole is not None and whole.endswith(reasoning):
+        reasoning = whole
+    known = {None, whole}
     ours = [call.get("reasoning_content") for call in recorded.get("tool_calls", ())]
     if ours:
         known.add(ours[0])
