@@ -22,7 +22,7 @@ from headrace.model.checkpoint import save_checkpoint
 from headrace.model.config import ModelConfig
 from headrace.model.decoder import Decoder
 from headrace.rollout.health import HealthPolicy
-from headrace.rollout.pool import Weights
+from headrace.rollout.replica import Weights
 from headrace.rollout.router import Router
 from headrace.rollout.segments import accounting, segments
 from headrace.rollout.types import Call, Outcome, Session

@@ -17,7 +17,7 @@ from headrace.engine.types import (
 )
 from headrace.errors import UserError
 from headrace.rollout.health import Fault, HealthPolicy
-from headrace.rollout.pool import Weights
+from headrace.rollout.replica import Weights
 from headrace.rollout.router import Router
 from headrace.rollout.routing import RoutingTable
 from headrace.rollout.types import FinishReason, Span
