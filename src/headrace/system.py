@@ -17,12 +17,12 @@ from headrace.gateway.context import ContextPolicy
 from headrace.gateway.gateway import Gateway
 from headrace.gateway.history import ignore_lines
 from headrace.gateway.server import GatewayServer
-from headrace.gateway.sessions import SessionLimits
 from headrace.recipe import Recipe
 from headrace.recipe.tables import GatewayTable, SessionTable
 from headrace.rollout.ledger import Ledger
 from headrace.rollout.router import Router
 from headrace.rollout.runner import RolloutRunner
+from headrace.rollout.types import SessionLimits
 from headrace.sandbox import open_provider
 from headrace.sandbox.types import Limits, SandboxProvider
 from headrace.tasks.registry import create_task

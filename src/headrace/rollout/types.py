@@ -194,6 +194,24 @@ class Session(msgspec.Struct, frozen=True):
         return tuple(call for call in self.calls if call.model is None)
 
 
+class SessionLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a session may use, each of its models for itself; None is no limit.
+
+    Attributes:
+        calls: calls recorded.
+        sampled_tokens: tokens sampled in all calls together; a call is cut where they end.
+        context: most tokens of prompt and output of one call.
+        wall_s: seconds until its key stops working.
+        concurrent: calls in flight at once.
+    """
+
+    calls: int = 256
+    sampled_tokens: int | None = None
+    context: int | None = None
+    wall_s: float | None = None
+    concurrent: int = 64
+
+
 class Segment(msgspec.Struct, frozen=True):
     """One training sequence: a root-to-leaf path of a session's calls. Derived, never stored.
 
