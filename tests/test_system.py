@@ -1,5 +1,6 @@
 """Which cores belong to whom, and which engines a recipe gets."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,19 @@ from headrace.errors import UserError
 from headrace.recipe import Recipe
 from headrace.rollout.router import Router
 from headrace.run import plan
+
+LLAMA = {
+    "model_type": "llama",
+    "vocab_size": 512,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 1024,
+    "rms_norm_eps": 1e-6,
+    "hidden_act": "silu",
+}
 
 
 def recipe(**tables: object) -> Recipe:
@@ -115,7 +129,7 @@ def test_replicas_divide_the_engines_cores_or_share_them(
 
 
 def test_a_plan_says_where_models_run_and_what_is_not_there(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
     path = str(tmp_path)
     fields = {"model": {"path": path}, "engine": {"replicas": 2}}
     wanted = recipe(**fields, models={"judge": {"path": path}, "own": {"path": path, "cores": [7]}})
