@@ -230,7 +230,7 @@ async def chaos(zoo: Zoo, seconds: float, seed: int, *, window_s: float = 0.0) -
 
 
 async def test_every_session_ends_and_the_laws_hold(zoo: Zoo) -> None:
-    await chaos(zoo, 8.0, seed=1)
+    await chaos(zoo, 5.0, seed=1)
     assert zoo.faults
 
 

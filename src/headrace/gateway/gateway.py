@@ -195,8 +195,8 @@ class Gateway:
         return tuple(self._sessions.get(session_id).calls)
 
     def exceeded(self, session_id: str) -> str | None:
-        """Which limit refused the last request of an open session, as an error code; None when
-        that request was let through, or the session is not open.
+        """Which limit refused the last request to the model that learns, as an error code; None
+        when that request was let through, or the session is not open.
         """
         try:
             session = self._sessions.get(session_id)
@@ -286,10 +286,12 @@ class Gateway:
         """
         with self._counting_errors():
             session = self._find(credentials)
-            with _noting_limits(session):
+            # What a judge is refused is not the agent's doing.
+            watched = None if turn.model in self._others else session
+            with _noting_limits(watched):
                 task, ours = self._begin(session, turn, idempotency_key, listener)
             try:
-                with _noting_limits(session):
+                with _noting_limits(watched):
                     answers = await asyncio.shield(task)
             except asyncio.CancelledError:
                 if listener is not None and idempotency_key is None and not task.done():
@@ -461,14 +463,17 @@ class Gateway:
 
 
 @contextlib.contextmanager
-def _noting_limits(session: Session) -> Iterator[None]:
-    """The session knows whether a limit of its own ended the last request."""
+def _noting_limits(session: Session | None) -> Iterator[None]:
+    """The session knows whether a limit ended the last request of the model that learns."""
+    code = None
     try:
         yield
     except ApiError as error:
-        session.exceeded = error.code if error.code in LIMIT_CODES else None
+        code = error.code if error.code in LIMIT_CODES else None
         raise
-    session.exceeded = None
+    finally:
+        if session is not None:
+            session.exceeded = code
 
 
 def _replay(answers: Sequence[Answer], listener: Listener) -> None:
