@@ -124,7 +124,8 @@ def test_a_run_outlives_a_killed_replica(
 
     @contextlib.asynccontextmanager
     async def open_system(recipe: Any, **options: Any) -> AsyncIterator[System]:
-        async with system_module.open_system(recipe, **options | {"report": task.report}) as opened:
+        options["report"] = task.report
+        async with system_module.open_system(recipe, **options) as opened:
             task.system = opened
             yield opened
             scores = await score_tokens(opened.models["judge"].engine, [5, 6, 7, 8])
