@@ -34,7 +34,7 @@ from headrace.engine.types import EngineClient, GenerationRequest, SamplingParam
 from headrace.model.checkpoint import save_checkpoint
 from headrace.model.config import ModelConfig
 from headrace.model.decoder import Decoder
-from headrace.rollout.pool import StartReplica, Weights
+from headrace.rollout.replica import StartReplica, Weights
 from headrace.rollout.router import Router
 from report import fill_sizes, new_parser, print_report
 

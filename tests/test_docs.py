@@ -48,6 +48,9 @@ class Saying:
         self._answers = list(answers)
         self.turns = []
 
+    def shown(self, name):
+        return self.model
+
     async def ask(self, credentials, turn, *, idempotency_key=None, listener=None):
         from headrace.gateway.turn import Answer, ToolCall, Usage
 

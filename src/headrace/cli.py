@@ -217,6 +217,10 @@ def serve(
         str | None,
         typer.Option(metavar="KEY", help="Key clients must send; a random one by default."),
     ] = None,
+    admin_key: Annotated[
+        str | None,
+        typer.Option(metavar="KEY", help="Key that opens and closes sessions over HTTP."),
+    ] = None,
     max_running: Annotated[
         int, typer.Option(metavar="N", min=1, help="Requests decoded together.")
     ] = 16,

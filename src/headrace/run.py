@@ -17,6 +17,7 @@ from typing import Any
 
 from headrace.cluster.local import LocalCluster
 from headrace.cluster.types import WorkerDied, WorkerFailure
+from headrace.engines import engine_words
 from headrace.errors import UserError
 from headrace.observe.live import LiveView
 from headrace.observe.machine import describe_machine
@@ -43,7 +44,7 @@ from headrace.stages.checks import check_recipe
 from headrace.stages.context import next_version, training_folder
 from headrace.stages.measuring import measure_model
 from headrace.stages.new_model import start_checkpoint
-from headrace.system import Placement, System, open_system, open_tasks, placement
+from headrace.system import System, open_system, open_tasks, placement
 from headrace.tasks.types import TaskInstance, TaskService
 
 START = "start"
@@ -72,15 +73,19 @@ def plan(recipe: Recipe) -> list[str]:
         )
     else:
         source = f"checkpoint {model.path}"
-        _check_model_path(str(model.path))
+        _check_model_path("model.path", str(model.path))
     for name in task_names(recipe) | set(recipe.tasks):
         create_task(name, recipe.tasks.get(name, {}), None)
     check_recipe(recipe)
     lines = [
         f"recipe {recipe.name}, seed {recipe.seed}",
         f"model: {source}, renderer {recipe.model.renderer}",
-        f"{_engines(cores)}, trainer on cores {_list(cores.trainer)}",
+        f"{engine_words(cores)}, trainer on cores {_list(cores.trainer)}",
     ]
+    for name, table in recipe.models.items():
+        _check_model_path(f"models.{name}.path", table.path)
+        shared = "" if table.cores else " (the engine's)"
+        lines.append(f"model {name}: {table.path} on cores {_list(cores.models[name])}{shared}")
     if recipe.cluster.trainer_ranks > 1:
         lines.append(f"language stages train with {recipe.cluster.trainer_ranks} ranks")
     if recipe.evaluation is not None:
@@ -222,6 +227,7 @@ class _Run:
                         tasks=self.tasks,
                         ledger=self.ledger,
                         log_dir=self.dir / "logs",
+                        report=self.view.message,
                     )
                 )
             if recipe.evaluation is not None and recipe.evaluation.before:
@@ -414,11 +420,11 @@ def task_names(recipe: Recipe) -> set[str]:
     return {str(name) for name in names}
 
 
-def _check_model_path(path: str) -> None:
+def _check_model_path(field: str, path: str) -> None:
     """Raises UserError when a checkpoint is named that does not exist."""
     if path != "smollm2-135m-instruct" and not os.path.isdir(path):
         raise UserError(
-            f"model.path {path}: no such directory; give a checkpoint directory or "
+            f"{field} {path}: no such directory; give a checkpoint directory or "
             '"smollm2-135m-instruct"'
         )
 
@@ -446,12 +452,6 @@ def _measurements(table: MeasureTable) -> list[str]:
     if table.format_examples:
         parts.append(f"chat format of {table.format_examples} turns")
     return parts
-
-
-def _engines(cores: Placement) -> str:
-    if not cores.prefill:
-        return f"engine on cores {_list(cores.engine)}"
-    return f"engine on cores {_list(cores.engine)}, prompts on cores {_list(cores.prefill)}"
 
 
 def _list(cores: tuple[int, ...]) -> str:

@@ -100,7 +100,10 @@ class KeyedGateway(Gateway):
         self._api_key = api_key.encode()
 
     def admit(self, credentials: Credentials) -> Session | None:
-        """See `Gateway.admit`; a wrong key is refused before anything else is looked at."""
+        """See `Gateway.admit`; the key of a session is let in, any other wrong one refused."""
+        session = self._sessions.find(credentials)
+        if session is not None:
+            return session
         if not secrets.compare_digest((credentials.api_key or "").encode(), self._api_key):
             raise ApiError(
                 401, "invalid_api_key", "the API key is not the one headrace serve printed"
@@ -262,6 +265,7 @@ def serve_forever(
     port: int,
     api_key: str | None,
     console: Console,
+    admin_key: str | None = None,
 ) -> int:
     """Serve until interrupted; returns the exit code.
 
@@ -271,6 +275,7 @@ def serve_forever(
         host: address to bind.
         port: TCP port; 0 picks a free one.
         api_key: what clients must send; None makes one up.
+        admin_key: what opens and closes sessions over HTTP; None: nothing does.
         console: where the address and the key are printed.
 
     Raises:
@@ -278,7 +283,13 @@ def serve_forever(
     """
     if api_key is not None and (not api_key.isascii() or not api_key.strip()):
         raise UserError("--api-key: use ASCII characters, at least one of them visible")
-    asyncio.run(_serve(find_checkpoint(checkpoint), options, host, port, api_key, console))
+    if admin_key is not None and (not admin_key.isascii() or not admin_key.strip()):
+        raise UserError("--admin-key: use ASCII characters, at least one of them visible")
+    if admin_key is not None and admin_key == api_key:
+        raise UserError("--admin-key: is the same as --api-key; choose another")
+    asyncio.run(
+        _serve(find_checkpoint(checkpoint), options, host, port, api_key, console, admin_key)
+    )
     return 0
 
 
@@ -302,6 +313,7 @@ async def _serve(
     port: int,
     api_key: str | None,
     console: Console,
+    admin_key: str | None,
 ) -> None:
     cancel_on_signals()
     renderer = create_renderer(options.renderer, checkpoint)
@@ -317,7 +329,7 @@ async def _serve(
                 default_max_tokens=_DEFAULT_ANSWER,
             )
             # The port comes first: when it is taken, nobody waits for weights to load.
-            server = await GatewayServer.start(gateway, host=host, port=port)
+            server = await GatewayServer.start(gateway, host=host, port=port, admin_key=admin_key)
             try:
                 console.print(f"Loading {escape(str(checkpoint))} ...", soft_wrap=True)
                 await engine.start()

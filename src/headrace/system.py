@@ -5,42 +5,30 @@ Used by runs, benchmarks and tests; it knows nothing of stages or training.
 """
 
 import contextlib
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from headrace.cluster.local import LocalCluster, available_cores
 from headrace.cluster.types import Cluster
-from headrace.engine.client import ProcessEngine
-from headrace.engine.config import EngineConfig
-from headrace.engine.split import SplitEngine
+from headrace.engines import NamedModel, Placement, PolicyEngine, open_models, open_policy
 from headrace.errors import UserError
 from headrace.gateway.context import ContextPolicy
 from headrace.gateway.gateway import Gateway
 from headrace.gateway.history import ignore_lines
 from headrace.gateway.server import GatewayServer
 from headrace.recipe import Recipe
-from headrace.recipe.tables import GatewayTable
+from headrace.recipe.tables import GatewayTable, SessionTable
 from headrace.rollout.ledger import Ledger
+from headrace.rollout.router import Router
 from headrace.rollout.runner import RolloutRunner
+from headrace.rollout.types import SessionLimits
 from headrace.sandbox import open_provider
 from headrace.sandbox.types import Limits, SandboxProvider
 from headrace.tasks.registry import create_task
 from headrace.tasks.types import TaskService
 from headrace.tokens.renderer import ChatRenderer, create_renderer
 from headrace.tokens.thinking import Thinking, ThinkingMode, request_renderer
-
-
-class Placement(msgspec.Struct, frozen=True):
-    """Which cores belong to whom. Engine and trainer never share one when there are two; `prefill`
-    are those of an engine that only computes prompts, none if there is no such engine."""
-
-    engine: tuple[int, ...]
-    trainer: tuple[int, ...]
-    all: tuple[int, ...]
-    prefill: tuple[int, ...] = ()
 
 
 def placement(recipe: Recipe) -> Placement:
@@ -53,11 +41,17 @@ def placement(recipe: Recipe) -> Placement:
     half = max(1, len(cores) // 2)
     engine = recipe.cluster.engine_cores or cores[:half]
     trainer = recipe.cluster.trainer_cores or cores[half:] or cores
-    for field, named in (("engine_cores", engine), ("trainer_cores", trainer)):
+    # Models share the engine's cores unless they have some of their own.
+    models = {name: table.cores or tuple(engine) for name, table in recipe.models.items()}
+    for field, named in (
+        ("cluster.engine_cores", engine),
+        ("cluster.trainer_cores", trainer),
+        *((f"models.{name}.cores", own) for name, own in models.items()),
+    ):
         missing = sorted(set(named) - set(cores))
         if missing:
             raise UserError(
-                f"cluster.{field}: core {missing[0]} is not available here; "
+                f"{field}: core {missing[0]} is not available here; "
                 f"available: {', '.join(map(str, cores))}"
             )
     prefill = recipe.engine.prefill_cores
@@ -68,7 +62,14 @@ def placement(recipe: Recipe) -> Placement:
             "cluster.engine_cores, or lower it (0: one engine for everything)"
         )
     sampling = len(engine) - prefill
-    return Placement(tuple(engine[:sampling]), tuple(trainer), cores, tuple(engine[sampling:]))
+    return Placement(
+        engine=tuple(engine[:sampling]),
+        trainer=tuple(trainer),
+        all=cores,
+        prefill=tuple(engine[sampling:]),
+        replicas=recipe.engine.replicas,
+        models=models,
+    )
 
 
 @contextlib.asynccontextmanager
@@ -112,7 +113,8 @@ class System:
         *,
         cluster: Cluster,
         cores: Placement,
-        engine: ProcessEngine | SplitEngine,
+        engine: PolicyEngine,
+        models: Mapping[str, NamedModel],
         server: GatewayServer,
         runner: RolloutRunner,
         renderer: ChatRenderer,
@@ -120,6 +122,8 @@ class System:
         self.cluster = cluster
         self.cores = cores
         self.engine = engine
+        self.models = models
+        """Those beside it, by name."""
         self.server = server
         self.runner = runner
         self.renderer = renderer
@@ -135,24 +139,40 @@ async def open_system(
     tasks: Mapping[str, TaskService],
     ledger: Ledger,
     log_dir: Path,
+    report: Callable[[str], None] | None = None,
 ) -> AsyncIterator[System]:
-    """Start engine and gateway over `checkpoint`, stamped `version`.
+    """Start engines and gateway over `checkpoint`, stamped `version`.
+
+    Args:
+        report: told, in words for people, when a replica fails and when it is back.
 
     Raises:
-        UserError: the checkpoint or its tokenizer cannot be used, or the port is taken.
+        UserError: a checkpoint or its tokenizer cannot be used, or the port is taken.
     """
     cores = placement(recipe)
     renderer = create_renderer(recipe.model.renderer, checkpoint)
-    engine = _new_engine(
-        recipe, cores, cluster=cluster, checkpoint=checkpoint, version=version, log_dir=log_dir
-    )
-    try:
-        await engine.start()
+    async with contextlib.AsyncExitStack() as stack:
+        models = await stack.enter_async_context(
+            open_models(recipe, cores, cluster=cluster, log_dir=log_dir)
+        )
+        engine = await stack.enter_async_context(
+            open_policy(
+                recipe,
+                cores,
+                cluster=cluster,
+                checkpoint=checkpoint,
+                version=version,
+                log_dir=log_dir,
+                report=report,
+            )
+        )
         gateway = Gateway(
             engine,
             renderer,
             model=recipe.name,
+            models={name: (model.engine, model.renderer) for name, model in models.items()},
             on_call=ledger.record_call,
+            on_close=engine.release if isinstance(engine, Router) else None,
             request_timeout_s=recipe.rollout.timeout_s,
             default_max_tokens=recipe.rollout.max_tokens,
             **_gateway_options(recipe.gateway, renderer),
@@ -160,69 +180,38 @@ async def open_system(
         server = await GatewayServer.start(
             gateway, host=recipe.gateway.host, port=recipe.gateway.port
         )
-        try:
-            runner = RolloutRunner(
-                tasks=tasks,
-                gate=gateway,
-                ledger=ledger,
-                base_url=server.base_url,
-                model=recipe.name,
-                max_tokens=recipe.rollout.max_tokens,
-                max_turns=recipe.rollout.max_turns,
-                timeout_s=recipe.rollout.timeout_s,
-            )
-            yield System(
-                cluster=cluster,
-                cores=cores,
-                engine=engine,
-                server=server,
-                runner=runner,
-                renderer=renderer,
-            )
-        finally:
-            await server.stop()
-    finally:
-        await engine.close()
-
-
-def _new_engine(
-    recipe: Recipe,
-    cores: Placement,
-    *,
-    cluster: LocalCluster,
-    checkpoint: Path,
-    version: int,
-    log_dir: Path,
-) -> ProcessEngine | SplitEngine:
-    """The engine that the recipe asks for, in one role or two; not started."""
-
-    def of(engine_id: str, owned: tuple[int, ...], log: str) -> ProcessEngine:
-        return ProcessEngine(
-            cluster,
-            EngineConfig(
-                engine_id=engine_id,
-                max_running=recipe.engine.max_running,
-                cache_tokens=recipe.engine.cache_tokens,
-                max_context=recipe.engine.max_context,
-                max_waiting=recipe.engine.max_waiting,
-                dtype=recipe.engine.dtype,
-                weights=recipe.engine.weights,
-                draft_tokens=recipe.engine.draft_tokens,
-                decode_slowdown=recipe.engine.decode_slowdown,
-                deterministic=recipe.engine.deterministic,
-                seed=recipe.seed,
-            ),
-            checkpoint=str(checkpoint),
-            version=version,
-            cores=owned,
-            threads=len(owned),
-            log_path=str(log_dir / log),
+        stack.push_async_callback(server.stop)
+        runner = RolloutRunner(
+            tasks=tasks,
+            gate=gateway,
+            ledger=ledger,
+            base_url=server.base_url,
+            model=recipe.name,
+            models=tuple(models),
+            limits=_session_limits(recipe.session),
+            max_tokens=recipe.rollout.max_tokens,
+            max_turns=recipe.rollout.max_turns,
+            timeout_s=recipe.rollout.timeout_s,
+        )
+        yield System(
+            cluster=cluster,
+            cores=cores,
+            engine=engine,
+            models=models,
+            server=server,
+            runner=runner,
+            renderer=renderer,
         )
 
-    sampling = of("engine-0", cores.engine, "engine.log")
-    if not cores.prefill:
-        return sampling
-    return SplitEngine(of("prefill-0", cores.prefill, "prefill.log"), sampling)
+
+def _session_limits(table: SessionTable) -> SessionLimits:
+    return SessionLimits(
+        calls=table.calls,
+        sampled_tokens=table.sampled_tokens,
+        context=table.context,
+        wall_s=table.wall_s,
+        concurrent=table.concurrent,
+    )
 
 
 def _gateway_options(table: GatewayTable, renderer: ChatRenderer) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from headrace.rollout.groups import advantages
 from headrace.rollout.ledger import Ledger
 from headrace.rollout.reading import LedgerReader
 from headrace.rollout.records import Conservation, Evaluation
+from headrace.rollout.segments import segments
 from headrace.rollout.types import DropReason, Outcome
 
 # --- evidence ---------------------------------------------------------------------------------
@@ -104,6 +105,21 @@ def test_a_late_call_is_kept_and_counted_but_never_trained(ledger):
     assert ledger.conservation() == Conservation(11, 6, {DropReason.CANCELLED: 5}, 0)
     (trained,) = ledger.batches("rl")
     assert trained.members[1].excluded == {f"{names[1]}/1": DropReason.CANCELLED}
+
+
+def test_what_another_model_said_is_kept_and_counted_but_never_trained_nor_stale(ledger):
+    ledger.dispatch("rl", "train", "g", "toy", {}, ["g.0", "g.1"])
+    for name in ("g.0", "g.1"):
+        ledger.record_call(make_call(name, 0, versions=(4,)))
+        ledger.record_call(make_call(name, 1, versions=(0,), tokens=5, model="judge"))
+        ledger.finish(name, Outcome.OK, {"reward": float(name == "g.1")})
+    assert [c.model for c in ledger.session("g.0").calls] == [None, "judge"]
+    assert [s.oldest_version for s in ledger.sessions()] == [4, 4], "a judge's version is its own"
+    ledger.decide_group("g", advantages(ledger.rollouts("g")))
+    ledger.cut_batch(batch(0, ["g.0", "g.1"], version=4, tau=0))
+    ledger.commit_batch("rl", 0, 1)
+    assert ledger.conservation() == Conservation(16, 6, {DropReason.OTHER_MODEL: 10}, 0)
+    assert all(finding.held for finding in audit(ledger, derive=segments).values())
 
 
 # --- the account ------------------------------------------------------------------------------

@@ -24,9 +24,12 @@ class ScriptedGate:
         self.version = 1
         self.open: set[str] = set()
 
-    def open_session(self, session_id, *, max_calls=256, lifetime_s=None, seed=None) -> str:
+    def open_session(self, session_id, *, limits=None, seed=None) -> str:
         self.open.add(session_id)
         return session_id
+
+    def exceeded(self, session_id) -> str | None:
+        return None
 
     async def close_session(self, session_id) -> tuple[Call, ...]:
         if session_id not in self.open:

@@ -17,7 +17,7 @@ from headrace.engine.types import (
 )
 from headrace.errors import UserError
 from headrace.rollout.health import Fault, HealthPolicy
-from headrace.rollout.pool import Weights
+from headrace.rollout.replica import Weights
 from headrace.rollout.router import Router
 from headrace.rollout.routing import RoutingTable
 from headrace.rollout.types import FinishReason, Span
@@ -400,3 +400,53 @@ async def test_closing_ends_everything(pool: Pool) -> None:
         await task
     assert caught.value.code in (EngineError.CLOSED, EngineError.FAILED)
     assert pool.engines["a"].closed
+
+
+async def test_numbers_that_only_rise_do_so_over_lives(pool: Pool) -> None:
+    pool.add("a", "b")
+    await pool.router.ready(2)
+    home = await pool.home("s")
+    before = (await pool.router.stats())["tokens_sampled"]
+    assert before == 1
+    home.dies_after = 4
+    await pool.router.generate(request("r"))
+    await pool.router.ready(2)
+    stats = await pool.router.stats()
+    # The engine that died was last heard of before its last four tokens, at the earliest.
+    assert before + 2 <= stats["tokens_sampled"] <= before + 6
+    assert stats["serving"] == 2
+    assert stats["busy_s"] == 0, "there even if no engine says so"
+    pool.engines[home.name].silent = True
+    assert (await pool.router.stats())["tokens_sampled"] >= stats["tokens_sampled"]
+
+
+async def test_weights_that_all_replicas_died_over_are_what_they_start_again_with(
+    pool: Pool,
+) -> None:
+    pool.add("a", "b")
+    await pool.router.ready(2)
+    for _ in range(2):
+        pool.came.get_nowait()
+    for engine in pool.engines.values():
+        engine.refuses = EngineError(EngineError.CLOSED, "died")
+    await pool.router.load_weights("shared", 7, checkpoint="disk")
+    for _ in range(2):
+        await asyncio.wait_for(pool.came.get(), 5)
+    assert [started[1:] for started in pool.started[2:]] == [("disk", 7), ("disk", 7)]
+    assert pool.router.weight_version == 7
+
+
+async def test_a_mistake_is_said_at_once_and_people_are_told_of_faults() -> None:
+    words: list[str] = []
+    router = Router(Weights("first", 0), policy=POLICY, report=words.append)
+    made = Pool(router)
+    made.failing_starts = 1
+    made.add("a")
+    try:
+        with pytest.raises(UserError, match="no such checkpoint"):
+            await router.ready(1)
+        assert ids(await router.generate(request("r"))) == WHOLE
+        assert words[0].startswith("a did not start; starts again in ")
+        assert words[-1] == "a serves again, version 0"
+    finally:
+        await router.close()

@@ -73,6 +73,7 @@ class Answering:
         renderer: the checkpoint's renderer.
         options: see there.
         counters: calls, forks, parse states, finish reasons and tokens are counted here.
+        model: what to record calls under; None is the model that learns.
 
     Attributes:
         on_call: receives every finished call, or None.
@@ -85,12 +86,15 @@ class Answering:
         options: AnswerOptions,
         counters: Counter[str],
         on_call: Callable[[Call], None] | None,
+        *,
+        model: str | None = None,
     ) -> None:
         self.counters = counters
         self.on_call = on_call
         self._engine = engine
         self._renderer = renderer
         self._options = options
+        self._model = model
         self._reader = OutputReader(renderer)
         native = "" if options.mode == "continue" else f":{options.mode}"
         self._renderer_id = renderer.id + native
@@ -341,7 +345,7 @@ class Answering:
         finish: Literal["stop", "length", "tool_calls"] = "length"
         if result.finish_reason is FinishReason.STOP:
             finish = "tool_calls" if calls else "stop"
-        index = len(session.history.calls)
+        index = len(session.calls)
         fork = prompt.fork
         if k and prompt.parent is None and fork is None:
             fork = ForkReason.REPEATED
@@ -395,11 +399,13 @@ class Answering:
             response=response,
             started_at=started_at,
             finished_at=time.time(),
+            model=self._model,
         )
         if self.on_call is not None:
             self.on_call(call)
         normalised: Message = {**message, "content": content}
         node = Node(call, prompt.ids, normalised, tools_key(turn.tools))
+        session.calls.append(call)
         session.history.add(node, prompt.messages if whole else [])
         session.sampled_tokens += len(output)
         self._count(call, len(prompt.ids), len(output))

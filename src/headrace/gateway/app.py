@@ -88,22 +88,14 @@ def create_app(gateway: Gateway) -> FastAPI:
 
     async def models(request: Request) -> Response:
         name = request.path_params.get("name")
-        entry = {
-            "id": gateway.model,
-            "object": "model",
-            "type": "model",
-            "display_name": gateway.model,
-            "created": 0,
-            "created_at": "1970-01-01T00:00:00Z",
-            "owned_by": "headrace",
-        }
+        names = gateway.models
         if name is None:
-            listed = {"first_id": gateway.model, "last_id": gateway.model, "has_more": False}
-            return _json({"object": "list", "data": [entry], **listed})
-        if name != gateway.model:
-            missing = f"model {name!r} is not served; use {gateway.model}"
+            listed = {"first_id": names[0], "last_id": names[-1], "has_more": False}
+            return _json({"object": "list", "data": [_entry(n) for n in names], **listed})
+        if name not in names:
+            missing = f"model {name!r} is not served here; use one of {', '.join(names)}"
             return _refuse(ApiError(404, "model_not_found", missing), _shape_of(request))
-        return _json(entry)
+        return _json(_entry(name))
 
     async def health(request: Request) -> Response:
         return _json({"status": "ok", "weight_version": gateway.weight_version})
@@ -137,6 +129,19 @@ def create_app(gateway: Gateway) -> FastAPI:
     return app
 
 
+def _entry(name: str) -> dict[str, Any]:
+    """A model in both APIs' lists."""
+    return {
+        "id": name,
+        "object": "model",
+        "type": "model",
+        "display_name": name,
+        "created": 0,
+        "created_at": "1970-01-01T00:00:00Z",
+        "owned_by": "headrace",
+    }
+
+
 # -- the four APIs ------------------------------------------------------------------------------
 
 
@@ -145,7 +150,7 @@ def _read_chat(gateway: Gateway, credentials: Credentials, data: bytes) -> _Read
     events = None
     if body.stream:
         counted = body.stream_options is not None and body.stream_options.include_usage
-        events = openai_chat.Stream(gateway.model, include_usage=counted)
+        events = openai_chat.Stream(gateway.shown(body.model), include_usage=counted)
     return _Read(openai_chat.read(body), events, body.metadata)
 
 
@@ -154,7 +159,7 @@ def _read_completion(gateway: Gateway, credentials: Credentials, data: bytes) ->
     events = None
     if body.stream:
         counted = body.stream_options is not None and body.stream_options.include_usage
-        events = openai_completions.Stream(gateway.model, include_usage=counted)
+        events = openai_completions.Stream(gateway.shown(body.model), include_usage=counted)
     return _Read(openai_completions.read(body), events)
 
 
@@ -164,7 +169,7 @@ def _read_response(gateway: Gateway, credentials: Credentials, data: bytes) -> _
     shown = _with_metadata(credentials, body.metadata)
     if body.previous_response_id is not None:
         before = gateway.conversation(shown, openai_responses.call_of(body.previous_response_id))
-    events = openai_responses.Stream(gateway.model) if body.stream else None
+    events = openai_responses.Stream(gateway.shown(body.model)) if body.stream else None
 
     def recall(response: str) -> dict[str, Any]:
         return gateway.conversation(shown, response)[-1]
@@ -174,7 +179,7 @@ def _read_response(gateway: Gateway, credentials: Credentials, data: bytes) -> _
 
 def _read_message(gateway: Gateway, credentials: Credentials, data: bytes) -> _Read:
     body = decode(data, anthropic_messages.MessagesRequest)
-    events = anthropic_messages.Stream(gateway.model) if body.stream else None
+    events = anthropic_messages.Stream(gateway.shown(body.model)) if body.stream else None
     return _Read(anthropic_messages.read(body), events, body.metadata)
 
 
@@ -206,7 +211,7 @@ def _endpoint(gateway: Gateway, api: _Api) -> Callable[[Request], Any]:
             credentials = _with_metadata(credentials, read.metadata)
             if read.events is None:
                 answers = await gateway.ask(credentials, read.turn, idempotency_key=key)
-                return _json(api.write(answers, gateway.model))
+                return _json(api.write(answers, gateway.shown(read.turn.model)))
             return await _stream(gateway, credentials, read.turn, read.events, key)
         except ApiError as error:
             return _refuse(error, api.error_body)

@@ -10,8 +10,8 @@ import contextlib
 import hashlib
 import secrets
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -23,7 +23,13 @@ from headrace.gateway.answering import ENGINE_GRACE_S, Answering, AnswerOptions
 from headrace.gateway.context import ContextManager, ContextPolicy
 from headrace.gateway.prompts import Mode, render
 from headrace.gateway.request import ClientRequest
-from headrace.gateway.sessions import Credentials, Keyed, Session, SessionLimits, Sessions
+from headrace.gateway.sessions import (
+    LIMIT_CODES,
+    Credentials,
+    Keyed,
+    Session,
+    Sessions,
+)
 from headrace.gateway.turn import (
     Answer,
     ApiError,
@@ -34,7 +40,7 @@ from headrace.gateway.turn import (
     convert,
     invalid,
 )
-from headrace.rollout.types import Call
+from headrace.rollout.types import Call, SessionLimits
 from headrace.tokens.messages import Message
 from headrace.tokens.renderer import ChatRenderer
 from headrace.tokens.thinking import (
@@ -45,11 +51,20 @@ from headrace.tokens.thinking import (
 )
 
 
+class _Served(NamedTuple):
+    """A model that requests can name; `name` is None for the one that learns."""
+
+    name: str | None
+    renderer: ChatRenderer
+    answering: Answering
+
+
 class Gateway:
     """Model APIs over an engine, recorded per session.
 
     Attributes:
-        model: name shown to clients; requests may name any model.
+        model: name shown to clients. Without further models, requests may name any.
+        models: names that requests may send, the one that learns first.
         counters: calls, forks by reason, parse states, finish and error codes, tokens.
     """
 
@@ -70,6 +85,8 @@ class Gateway:
         repairs: int = 0,
         context: ContextPolicy | None = None,
         normaliser: Callable[[Message], Message] | None = None,
+        models: Mapping[str, tuple[EngineClient, ChatRenderer]] | None = None,
+        on_close: Callable[[str], None] | None = None,
     ) -> None:
         """
         Args:
@@ -91,13 +108,31 @@ class Gateway:
                 and answers again before its client sees it. Not while streaming.
             context: manages the context of agents that do not do so themselves.
             normaliser: what counts of a message for matching, see `history.ignore_lines`.
+            models: further ones by name, each with its engine and renderer. Their calls are
+                recorded with the name and never mixed with those of the model that learns;
+                thinking modes, repairs and context management are for that one alone.
+            on_close: told the id of every session that has ended.
+
+        Raises:
+            ValueError: a further model has the name of the one that learns.
         """
+        if models and model in models:
+            raise ValueError(f"two models are named {model!r}")
         self.model = model
         self.counters: Counter[str] = Counter()
         self._engine = engine
-        self._renderer = renderer
         options = AnswerOptions(request_timeout_s, default_max_tokens, mode, repairs)
         self._answering = Answering(engine, renderer, options, self.counters, on_call)
+        self._policy = _Served(None, renderer, self._answering)
+        self._others: dict[str, _Served] = {}
+        for name, (its_engine, its_renderer) in (models or {}).items():
+            plain = AnswerOptions(request_timeout_s, default_max_tokens, "continue", 0)
+            answering = Answering(
+                its_engine, its_renderer, plain, self.counters, on_call, model=name
+            )
+            self._others[name] = _Served(name, its_renderer, answering)
+        self.models = (model, *self._others)
+        self._on_close = on_close
         self._max_running = max_running
         self._max_running_per_session = max_running_per_session
         self._require_key = require_key
@@ -107,6 +142,8 @@ class Gateway:
         self._sessions = Sessions()
         self._running: dict[asyncio.Task[Any], list[str]] = {}
         """Requests in flight of all sessions and their engine request ids."""
+        self._answering_of: dict[asyncio.Task[Any], Answering] = {}
+        """Of them, whose engine has them."""
         self._anonymous = 0
 
     @property
@@ -155,7 +192,17 @@ class Gateway:
         Raises:
             KeyError: no such open session.
         """
-        return tuple(self._sessions.get(session_id).history.calls)
+        return tuple(self._sessions.get(session_id).calls)
+
+    def exceeded(self, session_id: str) -> str | None:
+        """Which limit refused the last request to the model that learns, as an error code; None
+        when that request was let through, or the session is not open.
+        """
+        try:
+            session = self._sessions.get(session_id)
+        except KeyError:
+            return None
+        return session.exceeded
 
     async def close_session(self, session_id: str) -> tuple[Call, ...]:
         """End a session: its key stops working, requests in flight are aborted and recorded.
@@ -166,8 +213,10 @@ class Gateway:
         session = self._sessions.remove(session_id)
         if session is None:
             return ()
-        await self._drain(session.running)
-        return tuple(session.history.calls)
+        await self._drain(session.all_running)
+        if self._on_close is not None:
+            self._on_close(session_id)
+        return tuple(session.calls)
 
     async def close(self) -> None:
         """Close every session and end requests that belong to none."""
@@ -178,13 +227,17 @@ class Gateway:
         running = dict(requests)
         if not running:
             return
-        ids = [request_id for ids in running.values() for request_id in ids]
-        await asyncio.gather(*(self._answering.abort(request_id) for request_id in ids))
+        await asyncio.gather(*(self._abort(task, ids) for task, ids in running.items()))
         _, late = await asyncio.wait(running, timeout=ENGINE_GRACE_S)
         for task in late:
             task.cancel()
         if late:
             await asyncio.wait(late, timeout=ENGINE_GRACE_S)
+
+    async def _abort(self, task: asyncio.Task[Any], ids: Sequence[str]) -> None:
+        answering = self._answering_of.get(task)
+        if answering is not None:
+            await asyncio.gather(*(answering.abort(request_id) for request_id in ids))
 
     # ------------------------------------------------------------------ requests
 
@@ -205,7 +258,7 @@ class Gateway:
             request = convert(body, openai_chat.ChatRequest) if isinstance(body, dict) else body
             turn = openai_chat.read(request)
         answers = await self.ask(credentials, turn, idempotency_key=idempotency_key)
-        return openai_chat.write(answers, self.model)
+        return openai_chat.write(answers, self.shown(turn.model))
 
     async def ask(
         self,
@@ -233,13 +286,16 @@ class Gateway:
         """
         with self._counting_errors():
             session = self._find(credentials)
-            task, ours = self._begin(session, turn, idempotency_key, listener)
+            # What a judge is refused is not the agent's doing.
+            watched = None if turn.model in self._others else session
+            with _noting_limits(watched):
+                task, ours = self._begin(session, turn, idempotency_key, listener)
             try:
-                answers = await asyncio.shield(task)
+                with _noting_limits(watched):
+                    answers = await asyncio.shield(task)
             except asyncio.CancelledError:
                 if listener is not None and idempotency_key is None and not task.done():
-                    aborts = (self._answering.abort(i) for i in self._running.get(task, ()))
-                    await asyncio.shield(asyncio.gather(*aborts))
+                    await asyncio.shield(self._abort(task, self._running.get(task, ())))
                 raise
             if listener is not None and not ours:
                 _replay(answers, listener)
@@ -270,7 +326,30 @@ class Gateway:
         """
         with self._counting_errors():
             self.admit(credentials)
-            return len(render(self._renderer_for(turn), turn.messages, turn))
+            served = self._served(turn.model)
+            return len(render(self._renderer_for(served, turn), turn.messages, turn))
+
+    def shown(self, name: str) -> str:
+        """The name that an answer bears to a request for the model `name`."""
+        return name if name in self._others else self.model
+
+    def _served(self, name: str) -> "_Served":
+        """The model that a request names; without further models, any name is the one's.
+
+        Raises:
+            ApiError: 404, no such model.
+        """
+        if not self._others or name in ("", self.model):
+            return self._policy
+        served = self._others.get(name)
+        if served is None:
+            raise ApiError(
+                404,
+                "model_not_found",
+                f"model {name!r} is not served here; use one of {', '.join(self.models)}",
+                param="model",
+            )
+        return served
 
     def admit(self, credentials: Credentials) -> Session | None:
         """The session that the credentials name; None for a request without one, if that is
@@ -303,6 +382,8 @@ class Gateway:
         listener: Listener | None,
     ) -> tuple[asyncio.Task[list[Answer]], bool]:
         """The task that answers, and whether it is this request's own."""
+        served = self._served(turn.model)
+        session = session.of(served.name)
         fingerprint = b""
         if idempotency_key is not None:
             fingerprint = hashlib.blake2b(msgspec.msgpack.encode(turn)).digest()
@@ -324,21 +405,22 @@ class Gateway:
         request = ClientRequest(
             session,
             turn,
-            self._renderer_for(turn),
-            self._budget_of(turn),
+            self._renderer_for(served, turn),
+            self._budget_of(served, turn),
             idempotency_key,
             session.next_serial(),
             session.calls_begun,
             listener,
         )
         ids = [f"{request.response_id}:{k}:{secrets.token_hex(4)}" for k in range(turn.n)]
-        task = asyncio.create_task(self._answering.answer(request, ids), name=ids[0])
+        task = asyncio.create_task(served.answering.answer(request, ids), name=ids[0])
         self._running[task] = session.running[task] = ids
+        self._answering_of[task] = served.answering
         if idempotency_key is not None:
             session.by_key[idempotency_key] = Keyed(fingerprint, task)
 
         def ended(task: asyncio.Task[list[Answer]]) -> None:
-            del self._running[task], session.running[task]
+            del self._running[task], session.running[task], self._answering_of[task]
             failed = task.cancelled() or task.exception() is not None
             if failed and idempotency_key is not None:
                 del session.by_key[idempotency_key]  # nothing was answered, so a retry may try
@@ -346,7 +428,7 @@ class Gateway:
         task.add_done_callback(ended)
         return task, True
 
-    def _renderer_for(self, turn: Turn) -> ChatRenderer:
+    def _renderer_for(self, served: "_Served", turn: Turn) -> ChatRenderer:
         """The renderer that thinks as the session's mode and the client want it.
 
         A client may ask for thinking, or for none, of a model that cannot: agents do so by default,
@@ -355,13 +437,14 @@ class Gateway:
         Raises:
             ApiError: 400, a budget that the format cannot keep.
         """
-        renderer, modes = self._renderer, supported_modes(self._renderer)
-        budget = self._budget_of(turn)
+        renderer, modes = served.renderer, supported_modes(served.renderer)
+        budget = self._budget_of(served, turn)
+        thinking = self._thinking if served.name is None else None
         if turn.prompt is not None or not modes:
             return renderer
-        if self._thinking is None and turn.thinking is None and budget is None:
+        if thinking is None and turn.thinking is None and budget is None:
             return renderer
-        mode = self._thinking or (
+        mode = thinking or (
             ThinkingMode.INTERLEAVED if ThinkingMode.INTERLEAVED in modes else min(modes)
         )
         enabled = turn.thinking is not False or ThinkingMode.TURN not in modes
@@ -370,13 +453,27 @@ class Gateway:
         except ValueError as error:
             raise invalid(str(error), param="thinking") from error
 
-    def _budget_of(self, turn: Turn) -> int | None:
+    def _budget_of(self, served: "_Served", turn: Turn) -> int | None:
         """Most tokens of thinking, where this format can end it."""
-        if turn.prompt is not None or self._renderer.think_end_id is None:
+        if turn.prompt is not None or served.renderer.think_end_id is None:
             return None
-        if turn.thinking is False and ThinkingMode.TURN not in supported_modes(self._renderer):
+        if turn.thinking is False and ThinkingMode.TURN not in supported_modes(served.renderer):
             return 0
         return turn.thinking_budget
+
+
+@contextlib.contextmanager
+def _noting_limits(session: Session | None) -> Iterator[None]:
+    """The session knows whether a limit ended the last request of the model that learns."""
+    code = None
+    try:
+        yield
+    except ApiError as error:
+        code = error.code if error.code in LIMIT_CODES else None
+        raise
+    finally:
+        if session is not None:
+            session.exceeded = code
 
 
 def _replay(answers: Sequence[Answer], listener: Listener) -> None:

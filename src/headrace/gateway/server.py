@@ -1,5 +1,6 @@
 """A gateway on a port of this machine: its app, served, and its sessions closed before the port."""
 
+from headrace.gateway.admin import add_admin_routes
 from headrace.gateway.app import create_app
 from headrace.gateway.gateway import Gateway
 from headrace.http_server import HttpServer
@@ -29,14 +30,24 @@ class GatewayServer:
 
     @classmethod
     async def start(
-        cls, gateway: Gateway, *, host: str = "127.0.0.1", port: int = 0
+        cls,
+        gateway: Gateway,
+        *,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        admin_key: str | None = None,
     ) -> "GatewayServer":
         """Serve `gateway`; returns once requests are accepted. See `HttpServer.start`.
+
+        Args:
+            admin_key: lets whoever has it open and close sessions over HTTP; None: nobody can.
 
         Raises:
             UserError: the port is in use or the address cannot be bound.
         """
         app = create_app(gateway)
+        if admin_key is not None:
+            add_admin_routes(app, gateway, admin_key)
         return cls(gateway, await HttpServer.start(app, host=host, port=port, name="gateway"))
 
     async def stop(self) -> None:

@@ -5,37 +5,25 @@ place it can set. No I/O and no tokens here; one event loop owns all of it.
 """
 
 import asyncio
+import itertools
 import secrets
 import time
 from collections import OrderedDict
 from typing import Any, NamedTuple
 
-import msgspec
-
 from headrace.gateway.context import ContextManager
 from headrace.gateway.history import History
 from headrace.gateway.turn import Answer, ApiError, invalid
+from headrace.rollout.types import Call, SessionLimits
 
 KEPT_RESPONSES = 256
 """Responses of a session that `previous_response_id` can still name."""
 
 
-class SessionLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a session may use; None is no limit.
-
-    Attributes:
-        calls: calls recorded.
-        sampled_tokens: tokens sampled in all calls together; a call is cut where they end.
-        context: most tokens of prompt and output of one call.
-        wall_s: seconds until its key stops working.
-        concurrent: calls in flight at once.
-    """
-
-    calls: int = 256
-    sampled_tokens: int | None = None
-    context: int | None = None
-    wall_s: float | None = None
-    concurrent: int = 64
+LIMIT_CODES = frozenset(
+    {"session_call_limit", "session_token_limit", "session_expired", "context_length_exceeded"}
+)
+"""Codes of refusals that a session's limits, or the model's context, are the reason of."""
 
 
 class Credentials(NamedTuple):
@@ -87,13 +75,46 @@ class Session:
         self.expires_at = None if limits.wall_s is None else time.monotonic() + limits.wall_s
         self.closed = False
         self.history = History()
+        self.calls: list[Call] = []
+        """Recorded, of all models, in index order."""
         self.sampled_tokens = 0
+        self.exceeded: str | None = None
+        """Code of the limit that refused the last request; None after one that was let through."""
+        self.beside: dict[str, Session] = {}
+        """What its other models do, by their names."""
         self.by_key: dict[str, Keyed] = {}
         self.running: dict[asyncio.Task[Any], list[str]] = {}
         """Its requests in flight and their engine request ids."""
         self.responses: OrderedDict[str, list[dict[str, Any]]] = OrderedDict()
         """Conversations, in chat form, by response id."""
-        self._serial = 0
+        self._serial = itertools.count()
+
+    def of(self, model: str | None) -> "Session":
+        """The session as the named model sees it: one key, one numbering, one clock, but a history,
+        a context and a budget of its own. None is the model that learns.
+        """
+        if model is None:
+            return self
+        if model not in self.beside:
+            other = Session(self.id, self.limits, seed=self.seed)
+            other.history.normaliser = self.history.normaliser
+            other.expires_at, other.calls, other.by_key = self.expires_at, self.calls, self.by_key
+            other.responses, other._serial = self.responses, self._serial
+            self.beside[model] = other
+        return self.beside[model]
+
+    def end(self) -> None:
+        """It is closed: nothing may begin any more."""
+        for one in (self, *self.beside.values()):
+            one.closed = True
+
+    @property
+    def all_running(self) -> dict[asyncio.Task[Any], list[str]]:
+        """`running` of all its models."""
+        found = dict(self.running)
+        for other in self.beside.values():
+            found |= other.running
+        return found
 
     @property
     def calls_begun(self) -> int:
@@ -102,8 +123,7 @@ class Session:
 
     def next_serial(self) -> int:
         """A number that no other request of the session has."""
-        self._serial += 1
-        return self._serial - 1
+        return next(self._serial)
 
     def admit(self, n: int) -> None:
         """Check that n more calls may begin.
@@ -200,7 +220,7 @@ class Sessions:
         if key is None:
             return None
         session = self._by_key.pop(key)
-        session.closed = True
+        session.end()
         return session
 
     def find(self, credentials: Credentials) -> Session | None:
@@ -219,5 +239,6 @@ class Sessions:
                 401, "ambiguous_session", "the request shows keys of two sessions; send one"
             )
         if session.expires_at is not None and time.monotonic() >= session.expires_at:
+            session.exceeded = "session_expired"
             raise ApiError(401, "session_expired", f"session {session.id} reached its time limit")
         return session

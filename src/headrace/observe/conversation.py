@@ -34,13 +34,14 @@ def conversation(session: Session) -> list[Turn]:
     """The messages of the session's last branch, the last answer included.
 
     A session whose history was rewritten has several branches; the one that ends with the newest
-    call is what the agent finally saw.
+    call is what the agent finally saw. Calls of a judge or teacher are not part of it.
     """
-    if not session.calls:
+    calls = session.policy_calls
+    if not calls:
         return []
-    last = session.calls[-1]
+    last = calls[-1]
     # The client sends earlier answers back without how they parsed; find it in the calls.
-    states = {_fingerprint(call.response): call for call in session.calls}
+    states = {_fingerprint(call.response): call for call in calls}
     turns = [_turn(message, states) for message in last.messages]
     turns.append(_turn(last.response, {_fingerprint(last.response): last}))
     return turns

@@ -414,7 +414,22 @@ def _numbers(stage: _Stage, width: int) -> RenderableType:
         f"{tau} · masked {percent(masked)} · "
         f"mismatch {short(m.get('mismatch_mean_abs'))} · weights v{short(m.get('version'))}",
     ]
+    if "replicas_serving" in m:
+        lines.append(_replica_words(m))
     return Group(table, *(Text(line, overflow="fold") for line in lines))
+
+
+def _replica_words(m: Mapping[str, float]) -> str:
+    """How many replicas serve, how often one was started again, and which do not serve now."""
+    down = [
+        name.removeprefix("replica.").removesuffix(".serving")
+        for name, serving in m.items()
+        if name.startswith("replica.") and name.endswith(".serving") and not serving
+    ]
+    words = f"replicas {short(m['replicas_serving'])} serving"
+    if down:
+        words += f", {', '.join(down)} down"
+    return f"{words} · {short(m.get('replica_restarts'))} restarts"
 
 
 def _plain_numbers(stage: _Stage) -> list[str]:

@@ -164,6 +164,8 @@ def call_tree(session: Session) -> Tree:
         held = lengths.get(call.parent_id or "", 0)
         lengths[call.id] = held + len(call.prompt_delta) + sampled
         words = Text(f"call {call.index}  ")
+        if call.model is not None:
+            words.append(f"{printable(call.model)}: ", style="magenta")
         words.append(f"{held} held + {len(call.prompt_delta)} read, {sampled} sampled")
         words.append(f"  {call.finish_reason}", style="dim")
         if call.parse_state is not ParseState.OK:

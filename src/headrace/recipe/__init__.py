@@ -34,6 +34,8 @@ from headrace.recipe.tables import (
     EvaluationTable,
     MeasureTable,
     ModelTable,
+    NamedModelTable,
+    SessionTable,
     Table,
 )
 
@@ -49,8 +51,10 @@ __all__ = [
     "MeasureTable",
     "MidtrainStage",
     "ModelTable",
+    "NamedModelTable",
     "PretrainStage",
     "Recipe",
+    "SessionTable",
     "SftStage",
     "Stage",
     "StageTable",

@@ -11,7 +11,10 @@ from headrace.errors import UserError
 from headrace.recipe.recipe import Recipe
 from headrace.recipe.stages import Stage, StageTable
 from headrace.recipe.suggestions import suggest
-from headrace.recipe.tables import CorpusTable, Table
+from headrace.recipe.tables import CorpusTable, NamedModelTable, Table
+
+_NAMED_TABLES: dict[str, type[Table]] = {"data": CorpusTable, "models": NamedModelTable}
+"""Tables of tables, and what an entry is."""
 
 
 def load_recipe(path: str | Path, overrides: Sequence[str] = (), seed: int | None = None) -> Recipe:
@@ -116,10 +119,11 @@ def _explain(problem: Any, data: dict[str, Any]) -> str:
         node = node.get(part) if isinstance(node, dict) else None
         if part is location[-1] or table is None:
             continue
-        found = table.model_fields.get(str(part)) if path != ["data", part] else None
+        entries = _NAMED_TABLES.get(path[0]) if len(path) == 2 else None
+        found = table.model_fields.get(str(part)) if entries is None else None
         inner = tables_in(found.annotation) if found is not None else []
-        if path == ["data", part]:
-            table = CorpusTable
+        if entries is not None:
+            table = entries
         elif inner:
             table = inner[0] if len(inner) == 1 else None
     where = ".".join(path) or "recipe"

@@ -14,8 +14,10 @@ from headrace.recipe.tables import (
     GatewayTable,
     MeasureTable,
     ModelTable,
+    NamedModelTable,
     RolloutTable,
     SandboxTable,
+    SessionTable,
     Table,
     TokenizerTable,
 )
@@ -48,6 +50,10 @@ class Recipe(Table):
     """Isolation of commands."""
     rollout: RolloutTable = RolloutTable()
     """Limits of every rollout."""
+    session: SessionTable = SessionTable()
+    """What a rollout may use of the models."""
+    models: dict[Name, NamedModelTable] = Field(default_factory=dict)
+    """Further models by name, e.g. a teacher or a judge: [models.NAME]."""
     tasks: dict[str, dict[str, Any]] = Field(default_factory=dict)
     """Options per task service, e.g. [tasks.terminal]; each service checks its own."""
     evaluation: EvaluationTable | None = None
@@ -81,6 +87,11 @@ class Recipe(Table):
                 )
             seen.add(stage.name)
         self._check_data()
+        if self.name in self.models:
+            raise ValueError(
+                f'models "{self.name}" has the name of the recipe, by which clients know the model '
+                "that learns; choose another"
+            )
         init = self.model.init
         if init is not None and self.engine.max_context > init.max_positions:
             raise ValueError(

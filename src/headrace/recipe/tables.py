@@ -170,6 +170,10 @@ class EngineTable(Table):
     """The last so many of the engine's cores compute prompts in a second engine, with weights and a
     cache of its own; keys and values cross through shared memory, and long prompts do not slow
     down running requests. 0 does everything in one engine."""
+    replicas: Annotated[int, Field(ge=1, le=64)] = 1
+    """Engines that share the requests, each in its own process with weights and a cache of its own.
+    The engine's cores are divided among them. A session stays with one of them; one that dies is
+    started again, and its requests go on elsewhere. Not together with prefill_cores."""
     weight_transport: Literal["shared", "disk"] = "shared"
     """How a trainer's new weights reach the engine: "shared" through shared memory, checked, and
     only tensors that changed; "disk" by reading the checkpoint that is written in either case."""
@@ -180,6 +184,66 @@ class EngineTable(Table):
         if 0 < factor <= 1:
             raise ValueError(f"{factor:g} leaves no time for prompts; use more than 1, or 0")
         return factor
+
+    @model_validator(mode="after")
+    def _one_way_to_divide(self) -> "EngineTable":
+        if self.replicas > 1 and self.prefill_cores:
+            raise ValueError(
+                f"replicas {self.replicas} with prefill_cores {self.prefill_cores}: replicas "
+                "compute their own prompts; set prefill_cores to 0, or replicas to 1"
+            )
+        return self
+
+
+class NamedModelTable(Table):
+    """A further model beside the one that learns, e.g. a teacher or a judge.
+
+    Clients reach it under the session's key by naming it as `model`. What it says is recorded with
+    its name and never trains; its weights stay as they are.
+    """
+
+    path: str
+    """A Hugging Face checkpoint directory, or "smollm2-135m-instruct"."""
+    renderer: str = "auto"
+    """How messages become tokens; as in [model]."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Weights and cache type."""
+    weights: Literal["same", "int8"] = "same"
+    """"int8" multiplies by 8-bit weights and activations."""
+    max_context: Positive | None = None
+    """Longest prompt + output, in tokens; by default the engine's."""
+    max_running: Positive = 16
+    """Most requests decoded together."""
+    max_waiting: Positive = 1024
+    """Requests queued before new ones are refused."""
+    cores: tuple[int, ...] | None = None
+    """Cores it owns; by default it shares the engine's."""
+
+    @field_validator("cores")
+    @classmethod
+    def _some(cls, cores: tuple[int, ...] | None) -> tuple[int, ...] | None:
+        if cores is not None and not cores:
+            raise ValueError("names no core; leave it out to share the engine's")
+        return cores
+
+
+class SessionTable(Table):
+    """What one session, i.e. one rollout, may use. Every model in it has this much for itself.
+
+    A request over a limit is answered with the API's own error; a rollout that ends because of it
+    has failed (`agent_failed`, for time `timeout`), with the limit as the reason.
+    """
+
+    calls: Positive = 256
+    """Model calls."""
+    sampled_tokens: Positive | None = None
+    """Tokens sampled in all calls together; a call is cut where they end."""
+    context: Positive | None = None
+    """Most tokens of prompt + output of one call; by default the engine's max_context."""
+    wall_s: Seconds | None = None
+    """Seconds until its key stops working; by default a little more than rollout.timeout_s."""
+    concurrent: Positive = 64
+    """Calls in flight at once."""
 
 
 class GatewayTable(Table):

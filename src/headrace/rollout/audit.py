@@ -106,7 +106,12 @@ def _evidence(ledger: LedgerReader, summary: SessionSummary, law: _Law) -> Sessi
 
 def _check_tokens(laws: dict[str, _Law], session: Session, summary: SessionSummary) -> None:
     tokens = 0
+    other = {call.id for call in session.calls if call.model is not None}
     for call in session.calls:
+        laws["L2"].expect(
+            call.parent_id is None or (call.parent_id in other) == (call.id in other),
+            f"call {call.id} continues a call of another model",
+        )
         for span in call.spans:
             tokens += len(span.ids)
             laws["L4"].expect(
@@ -186,7 +191,7 @@ def _group_means(ledger: LedgerReader, stage: str) -> dict[str, tuple[float, flo
 
 def _check_member(law: _Law, session: Session, batch: Batch, member: BatchMember) -> int:
     """The age of a member when its batch was cut; returns its tokens in the surviving weights."""
-    calls = [call for call in session.calls if call.id not in member.excluded]
+    calls = [call for call in session.policy_calls if call.id not in member.excluded]
     spans = [span for call in calls for span in call.spans]
     if batch.tau is not None:
         versions = [span.weight_version for span in spans]
@@ -204,9 +209,12 @@ def _check_segments(
     member: BatchMember,
     derive: Callable[[Session], Sequence[Segment]],
 ) -> None:
-    """Segments own each sampled token once. Late calls (CANCELLED) never reach the trainer."""
+    """Segments own each sampled token once. Late calls (CANCELLED) never reach the trainer, and
+    neither do those of other models."""
     calls = tuple(
-        call for call in session.calls if member.excluded.get(call.id) is not DropReason.CANCELLED
+        call
+        for call in session.policy_calls
+        if member.excluded.get(call.id) is not DropReason.CANCELLED
     )
     sampled = sum(len(call.output_ids) for call in calls)
     try:

@@ -28,6 +28,7 @@ class _StoredCall(msgspec.Struct, frozen=True, array_like=True):
     spans: tuple[Span, ...]
     started_at: float
     finished_at: float
+    model: str | None = None
 
 
 class CallColumns(msgspec.Struct, frozen=True):
@@ -89,6 +90,7 @@ def encode_call(call: Call, messages: list[bytes], parent: Sequence[bytes]) -> b
             call.spans,
             call.started_at,
             call.finished_at,
+            call.model,
         )
     )
 
@@ -125,6 +127,7 @@ def decode_call(columns: CallColumns, body: bytes, parent: Sequence[dict[str, An
         response=decode_json(stored.response),
         started_at=stored.started_at,
         finished_at=stored.finished_at,
+        model=stored.model,
     )
 
 

@@ -161,7 +161,8 @@ class Ledger(ProgressRecord):
                 self.put_state(name, value)
 
     def record_call(self, call: Call) -> None:
-        """Keep one call. A call that comes after its session's end is kept, counted, not trained.
+        """Keep one call. A call that comes after its session's end is kept, counted, not trained;
+        so is one of another model than the one that learns, whose versions count for nothing.
 
         Raises:
             ValueError: unknown session or parent, or the id or index is taken.
@@ -195,8 +196,14 @@ class Ledger(ProgressRecord):
                     raise ValueError(f"call {call.id} names unknown parent {call.parent_id}")
             messages = encode_messages(call.messages)
             late = outcome is not None
-            versions = [span.weight_version for span in call.spans]
-            newest = [span.newest_version or span.weight_version for span in call.spans]
+            own = call.model is None
+            reason = None
+            if late and dropped is None:
+                reason = DropReason.CANCELLED
+            if not own:
+                reason = DropReason.OTHER_MODEL
+            versions = [span.weight_version for span in call.spans if own]
+            newest = [span.newest_version or span.weight_version for span in call.spans if own]
             self._store.execute(
                 "INSERT INTO calls (id, session, idx, parent, tokens, oldest, newest, drop_reason, "
                 "late, fork_reason, finish_reason, parse_state, tools, body) "
@@ -209,7 +216,7 @@ class Ledger(ProgressRecord):
                     sum(len(span.ids) for span in call.spans),
                     min(versions, default=None),
                     max(newest, default=None),
-                    DropReason.CANCELLED if late and dropped is None else None,
+                    reason,
                     late,
                     call.fork_reason,
                     call.finish_reason,

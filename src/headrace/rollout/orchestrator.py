@@ -260,8 +260,8 @@ class RolloutSource:
     def _count(self, finished: FinishedRollout) -> None:
         window, session = self.window, finished.session
         window.finished += 1
-        window.turns += len(session.calls)
-        window.sampled_tokens += sum(len(c.output_ids) for c in session.calls)
+        window.turns += len(session.policy_calls)
+        window.sampled_tokens += sum(len(c.output_ids) for c in session.policy_calls)
         if session.outcome is Outcome.ENV_FAILED:
             window.env_failed += 1
             self._failures += 1
@@ -405,7 +405,7 @@ class RolloutSource:
         owned = {call_id for segment in kept for call_id in segment.call_ids}
         excluded = {
             call.id: DropReason.TOO_LONG
-            for call in session.calls
+            for call in session.policy_calls
             if call.spans and call.id not in owned
         }
         return kept, excluded
@@ -430,4 +430,4 @@ def cursor_key(stage: str) -> str:
 
 
 def _versions(session: Session) -> Sequence[int]:
-    return [span.weight_version for call in session.calls for span in call.spans]
+    return [span.weight_version for call in session.policy_calls for span in call.spans]

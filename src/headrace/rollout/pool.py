@@ -9,15 +9,14 @@ import contextlib
 import logging
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from typing import Any
-
-import msgspec
 
 from headrace.engine.config import UpdatePolicy
 from headrace.engine.types import EngineClient, EngineError
 from headrace.errors import UserError
 from headrace.rollout.health import Fault, Health, HealthPolicy, backoff
+from headrace.rollout.replica import ZERO, Replica, StartReplica, Weights
 from headrace.rollout.routing import NoReplica, RoutingTable
 
 _log = logging.getLogger(__name__)
@@ -27,46 +26,23 @@ _CLOSE_S = 20.0
 CANCEL_S = 5.0
 """Longest wait for a request that was given up."""
 
-StartReplica = Callable[[str, int], Awaitable[EngineClient]]
-"""Starts an engine over (checkpoint, version); returns once it can serve, raises EngineError,
-UserError or OSError if it cannot."""
+
+_WORDS = {
+    Fault.START: "did not start",
+    Fault.BEATS: "does not answer",
+    Fault.STUCK: "computes nothing",
+    Fault.ERRORS: "fails too many requests",
+    Fault.DIED: "died",
+    Fault.VERSION: "has other weights than it should",
+}
 
 
-class Weights(msgspec.Struct, frozen=True):
-    """What all replicas are to serve.
-
-    Attributes:
-        checkpoint: a directory that a replica can be started from.
-        version: its stamp.
-    """
-
-    checkpoint: str
-    version: int
-
-
-class Replica:
-    """One place in the pool: an engine now and then, and a task that looks after it."""
-
-    def __init__(self, name: str, start: StartReplica, weight: int) -> None:
-        self.name = name
-        self.start = start
-        self.weight = weight
-        self.engine: EngineClient | None = None
-        self.health: Health | None = None
-        self.fault: asyncio.Future[Fault] | None = None
-        """Of the present life; done when it has to end."""
-        self.last_fault: Fault | None = None
-        self.failures = 0
-        self.restarts = 0
-        self.version = -1
-        self.leaving = False
-        self.loading = False
-        self.task: asyncio.Task[None] | None = None
-
-    @property
-    def state(self) -> str:
-        """For people: "serving", "starting" or "leaving"."""
-        return "leaving" if self.leaving else "starting" if self.engine is None else "serving"
+def _is_death(problem: Exception) -> bool:
+    """Whether a replica did not refuse something but is gone."""
+    return isinstance(problem, EngineError) and problem.code in (
+        EngineError.CLOSED,
+        EngineError.FAILED,
+    )
 
 
 class ReplicaPool:
@@ -77,6 +53,7 @@ class ReplicaPool:
         policy: when a replica counts as dead.
         table: where sessions go.
         clock: monotonic seconds.
+        report: told, in words for people, when a replica fails and when it is back.
 
     Attributes:
         counters: faults by kind, and what a router counts.
@@ -90,6 +67,7 @@ class ReplicaPool:
         policy: HealthPolicy,
         table: RoutingTable,
         clock: Callable[[], float] = time.monotonic,
+        report: Callable[[str], None] | None = None,
     ) -> None:
         self.counters: Counter[str] = Counter()
         self.weights = weights
@@ -97,6 +75,9 @@ class ReplicaPool:
         self.policy = policy
         self._table = table
         self._clock = clock
+        self._report = report or _log.warning
+        # What engines had counted that are gone.
+        self._retired: Counter[str] = Counter()
         self._replicas: dict[str, Replica] = {}
         self._changed = asyncio.Condition()
         self._loading = asyncio.Lock()
@@ -106,6 +87,26 @@ class ReplicaPool:
     def serving(self) -> list[Replica]:
         """Replicas that have an engine."""
         return [replica for replica in self._replicas.values() if replica.engine is not None]
+
+    async def stats(self) -> dict[str, Any]:
+        """Sums over the engines in service; what only rises includes those that are gone.
+
+        An engine that does not answer in time counts with what it last said.
+        """
+        present: Counter[str] = Counter(ZERO)
+
+        async def ask(replica: Replica, engine: EngineClient) -> None:
+            with contextlib.suppress(EngineError, TimeoutError):
+                async with asyncio.timeout(self.policy.beat_timeout_s):
+                    numbers = await engine.stats()
+                if replica.engine is engine:
+                    present.update(replica.heard(numbers))
+
+        await asyncio.gather(*(ask(r, r.engine) for r in self.serving if r.engine is not None))
+        total = present
+        for counted in (self._retired, *(r.counted for r in self._replicas.values())):
+            total.update(counted)
+        return dict(total)
 
     async def find(self, session: str, refused: set[str], left_s: float) -> Replica | None:
         """The replica for a session; None when there was none within the time left.
@@ -163,7 +164,8 @@ class ReplicaPool:
             checkpoint: directory of the same weights for replicas that start later; None is `path`.
 
         Raises:
-            UserError, EngineError: no replica took them; the old ones stay.
+            UserError, EngineError: all replicas refused them; the old ones stay. Replicas that
+                died start again with the new ones.
         """
         async with self._loading:
             serving = [r for r in self._replicas.values() if r.engine is not None]
@@ -180,14 +182,12 @@ class ReplicaPool:
                 for replica in serving:
                     replica.loading = False
             problems = [outcome for outcome in outcomes if outcome is not None]
-            if serving and len(problems) == len(serving):
+            if serving and len(problems) == len(serving) and not any(map(_is_death, problems)):
                 self.weights = before
                 raise problems[0]
             for replica, outcome in zip(serving, outcomes, strict=True):
                 if outcome is not None:
-                    _log.warning(
-                        "replica %s did not load version %s: %s", replica.name, version, outcome
-                    )
+                    self._report(f"{replica.name} did not load version {version}: {outcome}")
                     self._condemn(replica, Fault.VERSION)
 
     async def _load(
@@ -238,6 +238,7 @@ class ReplicaPool:
                 "requests": self._table.requests(name) if name in self._table else 0,
                 "restarts": replica.restarts,
                 "last_fault": replica.last_fault,
+                "pid": getattr(replica.engine, "pid", None),
             }
             for name, replica in self._replicas.items()
         ]
@@ -259,13 +260,21 @@ class ReplicaPool:
         """Wait until so many replicas serve.
 
         Raises:
+            UserError: none serves and none can be started, through a mistake of the user.
             EngineError: CLOSED when they did not within `timeout_s` (None: the policy's time for a
                 start), with what the others are doing.
         """
         limit = self.policy.start_timeout_s if timeout_s is None else timeout_s
+
+        def enough() -> bool:
+            return len(self._table.names) >= count
+
         try:
             async with asyncio.timeout(limit), self._changed:
-                await self._changed.wait_for(lambda: len(self._table.names) >= count)
+                await self._changed.wait_for(lambda: enough() or self._mistake() is not None)
+            mistake = None if enough() else self._mistake()
+            if mistake is not None:
+                raise mistake
         except TimeoutError:
             raise EngineError(
                 EngineError.CLOSED,
@@ -275,6 +284,14 @@ class ReplicaPool:
                     for r in self._replicas.values()
                 ),
             ) from None
+
+    def _mistake(self) -> UserError | None:
+        """What keeps every replica from starting, if that is the user's to mend."""
+        problems = [replica.problem for replica in self._replicas.values()]
+        if not problems or not all(isinstance(problem, UserError) for problem in problems):
+            return None
+        assert isinstance(problems[0], UserError)
+        return problems[0]
 
     def drain(self, name: str) -> None:
         """Give a replica no new sessions.
@@ -337,7 +354,7 @@ class ReplicaPool:
                 replica.failures = 0
             replica.failures += 1
             wait = backoff(self.policy, replica.failures)
-            _log.warning("replica %s: %s; starts again in %.1f s", replica.name, fault, wait)
+            self._report(f"{replica.name} {_WORDS[fault]}; starts again in {wait:.1f} s")
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(wait):
                     await self._closing.wait()
@@ -351,6 +368,8 @@ class ReplicaPool:
                 engine = await replica.start(weights.checkpoint, weights.version)
         except (EngineError, UserError, OSError, TimeoutError) as error:
             _log.warning("replica %s did not start: %s", replica.name, error)
+            replica.problem = error
+            await self._notify()
             return Fault.START
         try:
             async with self._loading:
@@ -368,18 +387,22 @@ class ReplicaPool:
     async def _enter(self, replica: Replica, engine: EngineClient, version: int) -> None:
         replica.health = Health(self.policy, self._clock())
         replica.fault = asyncio.get_running_loop().create_future()
-        replica.version, replica.engine = version, engine
+        replica.version, replica.engine, replica.problem = version, engine, None
         contexts = [r.engine.max_context for r in self._replicas.values() if r.engine is not None]
         self.max_context = min(contexts)
         self._table.add(replica.name, replica.weight)
         if replica.leaving:
             self._condemn(replica, Fault.DIED)
+        elif replica.restarts:
+            self._report(f"{replica.name} serves again, version {version}")
         await self._notify()
 
     async def _leave(self, replica: Replica, engine: EngineClient) -> None:
         """Out of the table first, so that nobody is sent to what is being ended."""
         self._condemn(replica, Fault.DIED)
         replica.engine = None
+        self._retired.update(replica.counted)
+        replica.counted.clear()
         await self._notify()
         try:
             async with asyncio.timeout(_CLOSE_S):
@@ -407,6 +430,7 @@ class ReplicaPool:
             except EngineError:
                 found = Fault.DIED
             else:
+                replica.heard(numbers)
                 computed = numbers["tokens_sampled"] + numbers["tokens_prefilled"]
                 found = health.beat(self._clock(), computed=computed, running=numbers["running"])
                 if not replica.loading and numbers["version"] != replica.version:

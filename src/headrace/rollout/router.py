@@ -12,7 +12,6 @@ Who goes where is decided in `routing`, who is dead in `health`; this module wai
 import asyncio
 import contextlib
 import time
-from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -24,7 +23,8 @@ from headrace.engine.types import (
     Progress,
 )
 from headrace.rollout.health import HealthPolicy
-from headrace.rollout.pool import CANCEL_S, Replica, ReplicaPool, StartReplica, Weights
+from headrace.rollout.pool import CANCEL_S, ReplicaPool
+from headrace.rollout.replica import Replica, StartReplica, Weights
 from headrace.rollout.resuming import Received
 from headrace.rollout.routing import RoutingTable
 
@@ -46,6 +46,7 @@ class Router:
         table: where sessions go.
         retries: how often one request is taken elsewhere before it fails.
         clock: monotonic seconds.
+        report: told, in words for people, when a replica fails and when it is back.
 
     Attributes:
         counters: faults by kind, retries, and tokens resumed and dropped by reason.
@@ -59,9 +60,10 @@ class Router:
         table: RoutingTable | None = None,
         retries: int = 5,
         clock: Callable[[], float] = time.monotonic,
+        report: Callable[[str], None] | None = None,
     ) -> None:
         self._table = table or RoutingTable()
-        self._pool = ReplicaPool(weights, policy or HealthPolicy(), self._table, clock)
+        self._pool = ReplicaPool(weights, policy or HealthPolicy(), self._table, clock, report)
         self.counters = self._pool.counters
         self._retries = retries
         self._clock = clock
@@ -196,19 +198,13 @@ class Router:
         await self._pool.load_weights(path, version, policy, checkpoint=checkpoint)
 
     async def stats(self) -> dict[str, Any]:
-        """Sums over the replicas in service, and "replicas": what each is doing."""
-        total: Counter[str] = Counter()
-        for replica in self._pool.serving:
-            assert replica.engine is not None
-            with contextlib.suppress(EngineError, TimeoutError):
-                async with asyncio.timeout(self._pool.policy.beat_timeout_s):
-                    numbers = await replica.engine.stats()
-                    total.update({k: v for k, v in numbers.items() if _is_count(k, v)})
+        """See `ReplicaPool.stats`; and "replicas", what each is doing, "serving", how many do."""
         return {
-            **total,
+            **await self._pool.stats(),
             "version": self.weight_version,
             "max_context": self.max_context,
             "imbalance": self._table.imbalance(),
+            "serving": len(self._pool.serving),
             "replicas": self.replicas(),
             "counters": dict(self.counters),
         }
@@ -247,12 +243,3 @@ class Router:
     def release(self, session: str) -> None:
         """The session has ended: it counts no longer for its replica."""
         self._table.release(session)
-
-
-def _is_count(name: str, value: Any) -> bool:
-    """Whether it makes sense to add a number up over replicas."""
-    return (
-        isinstance(value, int | float)
-        and not isinstance(value, bool)
-        and name not in ("version", "max_context", "pid", "last_update_pause_s")
-    )

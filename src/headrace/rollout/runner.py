@@ -15,13 +15,21 @@ from typing import Protocol
 import msgspec
 
 from headrace.rollout.ledger import Ledger
-from headrace.rollout.types import Call, Outcome, Session
+from headrace.rollout.types import Call, Outcome, Session, SessionLimits
 from headrace.tasks.types import Endpoint, RolloutResult, TaskInstance, TaskService
 
 logger = logging.getLogger(__name__)
 
 GRACE_S = 10.0
 """A task service that overruns its own timeout by this much is cut off as hung."""
+
+
+_LIMITS = {
+    "session_call_limit": "it made all the calls it may",
+    "session_token_limit": "it sampled all the tokens it may",
+    "context_length_exceeded": "the conversation no longer fits",
+    "session_expired": "its time is up",
+}
 
 
 class SessionGate(Protocol):
@@ -31,11 +39,14 @@ class SessionGate(Protocol):
         self,
         session_id: str,
         *,
-        max_calls: int = ...,
-        lifetime_s: float | None = None,
+        limits: SessionLimits | None = None,
         seed: int | None = None,
     ) -> str:
         """Admit a session; returns its key."""
+        ...
+
+    def exceeded(self, session_id: str) -> str | None:
+        """Which limit refused the last request of an open session, as an error code, or None."""
         ...
 
     async def close_session(self, session_id: str) -> tuple[Call, ...]:
@@ -78,7 +89,21 @@ class FinishedRollout(msgspec.Struct, frozen=True):
 
 
 class RolloutRunner:
-    """See the module's docstring. One per run; many rollouts at once."""
+    """See the module's docstring. One per run; many rollouts at once.
+
+    Args:
+        tasks: task services by name.
+        gate: opens and closes sessions.
+        ledger: where outcomes go.
+        base_url: of the gateway, for agents.
+        model: name of the model that learns.
+        models: names of those beside it.
+        limits: of every session. Without a time limit, its key works a little longer than the
+            rollout may take.
+        max_tokens: per call.
+        max_turns: per rollout.
+        timeout_s: wall clock of a rollout.
+    """
 
     def __init__(
         self,
@@ -88,6 +113,8 @@ class RolloutRunner:
         ledger: Ledger,
         base_url: str,
         model: str,
+        models: tuple[str, ...] = (),
+        limits: SessionLimits | None = None,
         max_tokens: int = 64,
         max_turns: int = 6,
         timeout_s: float = 60.0,
@@ -97,6 +124,11 @@ class RolloutRunner:
         self._ledger = ledger
         self._base_url = base_url
         self._model = model
+        self._models = models
+        limits = limits or SessionLimits()
+        if limits.wall_s is None:
+            limits = msgspec.structs.replace(limits, wall_s=timeout_s + 2 * GRACE_S)
+        self._limits = limits
         self._max_tokens = max_tokens
         self._max_turns = max_turns
         self._timeout_s = timeout_s
@@ -111,9 +143,7 @@ class RolloutRunner:
         started = time.monotonic()
         self.in_flight += 1
         try:
-            key = self._gate.open_session(
-                ticket.session_id, lifetime_s=self._timeout_s + 2 * GRACE_S, seed=ticket.seed
-            )
+            key = self._gate.open_session(ticket.session_id, limits=self._limits, seed=ticket.seed)
             endpoint = Endpoint(
                 base_url=self._base_url,
                 api_key=key,
@@ -122,6 +152,7 @@ class RolloutRunner:
                 max_tokens=self._max_tokens,
                 max_turns=self._max_turns,
                 timeout_s=self._timeout_s,
+                models=self._models,
             )
             result = await self._attempt(ticket, endpoint)
         except asyncio.CancelledError:
@@ -146,9 +177,10 @@ class RolloutRunner:
         except Exception as error:
             # Whatever a task service raises hurts only its own rollout.
             logger.warning("rollout %s failed", ticket.session_id, exc_info=True)
-            return RolloutResult(
-                Outcome.ENV_FAILED, reason=f"{type(error).__name__}: {str(error)[:200]}"
-            )
+            failure = f"{type(error).__name__}: {str(error)[:200]}"
+            return self._limited(ticket, RolloutResult(Outcome.ENV_FAILED, reason=failure))
+        if result.outcome is Outcome.ENV_FAILED:
+            return self._limited(ticket, result)
         reward = result.rewards.get("reward")
         if result.outcome.scored and (reward is None or not math.isfinite(reward)):
             return RolloutResult(
@@ -156,6 +188,17 @@ class RolloutRunner:
                 reason=f"task service gave no finite reward (got {reward!r})",
             )
         return result
+
+    def _limited(self, ticket: Ticket, failed: RolloutResult) -> RolloutResult:
+        """A rollout whose last request was refused by a limit of its session failed through its
+        agent, which used too much, and not through its environment, which could not go on.
+        """
+        code = self._gate.exceeded(ticket.session_id)
+        if code is None:
+            return failed
+        outcome = Outcome.TIMEOUT if code == "session_expired" else Outcome.AGENT_FAILED
+        reason = f"session limit ({code}): {_LIMITS.get(code, code)}; then {failed.reason}"
+        return RolloutResult(outcome, {"reward": 0.0}, reason[:400], failed.detail)
 
     async def _close(self, ticket: Ticket, result: RolloutResult) -> Session:
         """Close the session everywhere and return its evidence."""

@@ -65,12 +65,15 @@ def accounting(session: Session, max_tokens: int | None = None) -> TokenAccount:
         max_tokens: see `segments`.
     """
     sampled = sum(len(span.ids) for call in session.calls for span in call.spans)
+    own = sum(len(span.ids) for call in session.policy_calls for span in call.spans)
+    others = sampled - own
     reason = _session_reason(session)
     if reason is not None:
-        return TokenAccount(sampled, 0, {reason: sampled} if sampled else {})
+        dropped = {DropReason.OTHER_MODEL: others, reason: own}
+        return TokenAccount(sampled, 0, {why: n for why, n in dropped.items() if n})
     trainable = sum(sum(segment.train_mask) for segment in segments(session, max_tokens))
-    lost = sampled - trainable
-    return TokenAccount(sampled, trainable, {DropReason.TOO_LONG: lost} if lost else {})
+    dropped = {DropReason.OTHER_MODEL: others, DropReason.TOO_LONG: own - trainable}
+    return TokenAccount(sampled, trainable, {why: n for why, n in dropped.items() if n})
 
 
 def _session_reason(session: Session) -> DropReason | None:
@@ -84,9 +87,10 @@ def _session_reason(session: Session) -> DropReason | None:
 
 
 def _paths(session: Session) -> Iterator[list[Call]]:
-    """Root-to-leaf paths; a leaf is a call with output after which nothing was sampled."""
+    """Root-to-leaf paths; a leaf is a call with output after which nothing was sampled. Calls of
+    other models are of no interest."""
     by_id: dict[str, Call] = {}
-    for call in session.calls:
+    for call in session.policy_calls:
         if call.parent_id is not None and call.parent_id not in by_id:
             raise ValueError(
                 f"call {call.id}: its parent {call.parent_id} is no earlier call of "
@@ -96,10 +100,10 @@ def _paths(session: Session) -> Iterator[list[Call]]:
             raise ValueError(f"call {call.id} appears twice in session {session.id}")
         by_id[call.id] = call
     continued: set[str] = set()
-    for call in reversed(session.calls):
+    for call in reversed(session.policy_calls):
         if call.parent_id is not None and (call.spans or call.id in continued):
             continued.add(call.parent_id)
-    for call in session.calls:
+    for call in session.policy_calls:
         if not call.spans or call.id in continued:
             continue
         path = [call]

@@ -73,6 +73,8 @@ class DropReason(StrEnum):
     """The stage reached its budget before this trajectory was needed."""
     TOO_LONG = "too_long"
     """The segment exceeds the trainer's sequence limit."""
+    OTHER_MODEL = "other_model"
+    """Sampled by a model beside the one that learns, e.g. a teacher or a judge."""
 
 
 class Span(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -131,6 +133,8 @@ class Call(msgspec.Struct, frozen=True):
         response: the assistant message returned to the client (JSON-compatible), raw text kept.
         started_at: unix time, seconds.
         finished_at: unix time, seconds.
+        model: None for the model that learns; else the name of the one beside it that was asked.
+            Its tokens never train, its versions are its own, and its calls continue its own only.
     """
 
     id: str
@@ -149,6 +153,7 @@ class Call(msgspec.Struct, frozen=True):
     response: dict[str, Any]
     started_at: float
     finished_at: float
+    model: str | None = None
 
     @property
     def output_ids(self) -> tuple[int, ...]:
@@ -182,6 +187,29 @@ class Session(msgspec.Struct, frozen=True):
     reason: str = ""
     rewards: dict[str, float] = {}
     calls: tuple[Call, ...] = ()
+
+    @property
+    def policy_calls(self) -> tuple[Call, ...]:
+        """The calls of the model that learns, in order."""
+        return tuple(call for call in self.calls if call.model is None)
+
+
+class SessionLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a session may use, each of its models for itself; None is no limit.
+
+    Attributes:
+        calls: calls recorded.
+        sampled_tokens: tokens sampled in all calls together; a call is cut where they end.
+        context: most tokens of prompt and output of one call.
+        wall_s: seconds until its key stops working.
+        concurrent: calls in flight at once.
+    """
+
+    calls: int = 256
+    sampled_tokens: int | None = None
+    context: int | None = None
+    wall_s: float | None = None
+    concurrent: int = 64
 
 
 class Segment(msgspec.Struct, frozen=True):

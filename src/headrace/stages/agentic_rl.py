@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from headrace.cluster.types import WorkerFailure
-from headrace.engine.client import ProcessEngine
-from headrace.engine.split import SplitEngine
+from headrace.engines import PolicyEngine
 from headrace.errors import UserError
 from headrace.model.shared_folder import own_folder
 from headrace.recipe import AgenticRlStage
@@ -143,7 +142,7 @@ class _Transport:
     def __init__(
         self,
         context: StageContext,
-        engine: ProcessEngine | SplitEngine,
+        engine: PolicyEngine,
         worker: TrainerGroup,
         folder: Path | None,
     ) -> None:
@@ -179,7 +178,7 @@ class _Transport:
 
 @contextlib.asynccontextmanager
 async def _open_transport(
-    context: StageContext, engine: ProcessEngine | SplitEngine, worker: TrainerGroup
+    context: StageContext, engine: PolicyEngine, worker: TrainerGroup
 ) -> AsyncIterator[_Transport]:
     """A transport for the stage, as the recipe says; nothing of it stays in shared memory."""
     if context.recipe.engine.weight_transport == "disk":
@@ -200,7 +199,7 @@ class _RlObserver:
         stage: AgenticRlStage,
         source: RolloutSource,
         worker: TrainerGroup,
-        engine: ProcessEngine | SplitEngine,
+        engine: PolicyEngine,
     ) -> None:
         self.context = context
         self.stage = stage
@@ -243,8 +242,10 @@ class _RlObserver:
             "rollouts_per_s": window.finished / seconds,
         }
         if not first:
-            metrics["engine_busy"] = min(1.0, busy / seconds)
+            engines = max(1, engine.get("serving", 1))
+            metrics["engine_busy"] = min(1.0, busy / seconds / engines)
             metrics["gen_tokens_per_s"] = sampled / seconds
+        metrics |= _replica_metrics(engine)
         if window.scored:
             metrics["reward_mean"] = window.reward_sum / window.scored
             metrics["success_rate"] = metrics["reward_mean"]
@@ -256,6 +257,24 @@ class _RlObserver:
         self.context.progress(
             rl.done_fraction(self.stage, rl.Progress(update.step, update.version, elapsed))
         )
+
+
+def _replica_metrics(stats: dict[str, Any]) -> dict[str, float]:
+    """How replicas are, all together and each; nothing of an engine that has none."""
+    replicas = stats.get("replicas")
+    if replicas is None:
+        return {}
+    found = {
+        "replicas_serving": float(stats["serving"]),
+        "replica_restarts": float(sum(replica["restarts"] for replica in replicas)),
+        "replica_imbalance": float(stats["imbalance"]),
+    }
+    for replica in replicas:
+        place = f"replica.{replica['name']}"
+        found[f"{place}.serving"] = float(replica["state"] == "serving")
+        for name in ("version", "sessions", "requests", "restarts"):
+            found[f"{place}.{name}"] = float(replica[name])
+    return found
 
 
 def _prune(run_dir: Path, stage: str, keep: Path) -> None:

@@ -7,11 +7,12 @@ from typing import Any
 import msgspec
 
 from headrace.cluster.types import Cluster
+from headrace.engines import Placement
 from headrace.errors import UserError
 from headrace.recipe import AgenticRlStage, Recipe, StageTable, SupervisedStage
 from headrace.rollout.ledger import Ledger
 from headrace.stages.trainers import TrainerGroup
-from headrace.system import Placement, System
+from headrace.system import System
 from headrace.tasks.types import TaskService
 
 SAVE_TIMEOUT_S = 600.0

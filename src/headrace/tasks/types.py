@@ -41,6 +41,8 @@ class Endpoint(msgspec.Struct, frozen=True):
     max_turns: int = 6
     timeout_s: float = 60.0
     """Wall clock for the whole rollout."""
+    models: tuple[str, ...] = ()
+    """Further models, e.g. a judge, that requests with this key may name instead of `model`."""
 
 
 class RolloutResult(msgspec.Struct, frozen=True):
