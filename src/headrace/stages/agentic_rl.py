@@ -53,7 +53,8 @@ async def run_agentic_rl(
             staleness=stage.staleness,
             temperature=stage.temperature,
             max_tokens=stage.max_sequence or context.recipe.engine.max_context,
-            advantage_std=stage.advantage_std,
+            leave_one_out=stage.baseline == "leave_one_out",
+            advantage_std=stage.divides_by_std,
             synchronous=stage.mode == "sync",
         ),
         runner=system.runner,
@@ -72,11 +73,14 @@ async def run_agentic_rl(
             {
                 "path": str(begin),
                 "optimizer": optimizer_config(stage),
-                "rl": {
-                    "eps_low": stage.eps_low,
-                    "eps_high": stage.eps_high,
-                    "temperature": stage.temperature,
-                },
+                "rl": {**stage.objective.model_dump(), "temperature": stage.temperature},
+                # Not where a crashed process was: the KL is from the policy the stage began with.
+                "reference": str(source) if stage.objective.kl_weight > 0 else None,
+                **(
+                    {"trainable": "all_but_indexer"}
+                    if stage.freeze_indexer
+                    else {"trainable": "all", "losses": {"index": "sparse"}}
+                ),
             },
             timeout_s=SAVE_TIMEOUT_S,
         )
