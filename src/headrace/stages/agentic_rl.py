@@ -70,18 +70,7 @@ async def run_agentic_rl(
     ):
         await worker.request(
             "load",
-            {
-                "path": str(begin),
-                "optimizer": optimizer_config(stage),
-                "rl": {**stage.objective.model_dump(), "temperature": stage.temperature},
-                # Not where a crashed process was: the KL is from the policy the stage began with.
-                "reference": str(source) if stage.objective.kl_weight > 0 else None,
-                **(
-                    {"trainable": "all_but_indexer"}
-                    if stage.freeze_indexer
-                    else {"trainable": "all", "losses": {"index": "sparse"}}
-                ),
-            },
+            load_request(stage, begin, reference=source),
             timeout_s=SAVE_TIMEOUT_S,
         )
         progress = rl.Progress(
@@ -132,6 +121,28 @@ async def run_agentic_rl(
             await publish(progress)
         await save_weights(worker, target, tokenizer=source)
     return {"updates": progress.step, "version": progress.version}
+
+
+def load_request(stage: AgenticRlStage, begin: Path, *, reference: Path) -> dict[str, Any]:
+    """What a `TrainerWorker` is asked to load.
+
+    Args:
+        stage: its optimizer, objective and what of the model trains.
+        begin: weights to go on from.
+        reference: weights the stage began with, which is another checkpoint after a crash; a KL
+            keeps close to these.
+    """
+    # Without a loss of its own nothing would reach the indexer, as selection has no gradient.
+    trained: dict[str, Any] = {"trainable": "all", "losses": {"index": "sparse"}}
+    if stage.freeze_indexer:
+        trained = {"trainable": "all_but_indexer"}
+    return {
+        "path": str(begin),
+        "optimizer": optimizer_config(stage),
+        "rl": {**stage.objective.model_dump(), "temperature": stage.temperature},
+        "reference": str(reference) if stage.objective.kl_weight > 0 else None,
+        **trained,
+    }
 
 
 class _Transport:
