@@ -97,7 +97,8 @@ def test_both_levels_mask_independently_and_a_trajectory_may_be_spread(drawn, ma
     numbers = torch.tensor([t[2] for t in drawn])
     ones = torch.ones_like(rollout)
     parts = [slice(i, i + cut) for i in range(0, len(drawn), cut)]
-    total, count = sum(log_ratio_sums(new[p], rollout[p], ones[p], numbers[p], 4) for p in parts)
+    sums = [log_ratio_sums(new[p], rollout[p], ones[p], numbers[p], 4) for p in parts]
+    total, count = torch.stack(sums).sum(0)
     means = (total / count.clamp(min=1))[numbers]
     kept = []
     for p in parts:

@@ -206,10 +206,10 @@ def test_rl_leaves_the_indexer_alone_unless_asked(tmp_path, freeze):
     model = Decoder(GLM5)
     model.init_weights(0)
     save_checkpoint(model, tmp_path / "c", tokenizer_from=None)
-    options = {"objective": {"kind": "icepop", "kl_weight": 0.01}}
-    if not freeze:
-        options["freeze_indexer"] = False
-    stage = AgenticRlStage(kind="agentic_rl", name="rl", updates=1, **options)
+    given = {"kind": "agentic_rl", "name": "rl", "updates": 1}
+    given |= {"objective": {"kind": "icepop", "kl_weight": 0.01}}
+    given |= {} if freeze else {"freeze_indexer": False}
+    stage = AgenticRlStage.model_validate(given)
     worker = TrainerWorker(None)  # type: ignore[arg-type] # nothing is served
     worker._do_load(**load_request(stage, tmp_path / "c", reference=tmp_path / "c"))
     assert worker.trainer is not None
