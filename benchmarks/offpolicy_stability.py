@@ -184,7 +184,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--group-size", type=int, default=8, help="rollouts per group")
     parser.add_argument("--learning-rate", type=float, default=1e-3)
     parser.add_argument("--processes", type=int, default=2, help="runs at a time")
-    return fill_sizes(parser.parse_args(arguments), (("seeds", 1, 3), ("updates", 60, 200)))
+    return fill_sizes(parser.parse_args(arguments), (("seeds", 1, 3), ("updates", 40, 200)))
 
 
 def summarise(found: dict[tuple[str, int], list[Outcomes]]) -> dict[str, float]:
