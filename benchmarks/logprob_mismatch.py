@@ -28,7 +28,7 @@ import math
 import os
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -99,9 +99,9 @@ class Differences(RlRecord):
         super().__init__(version=0)
         self._gaps: list[Tensor] = []
 
-    def add(self, rows: Tensor) -> None:
-        """Column 1 is the rollout's logprob minus the trainer's."""
-        self._gaps.append(rows[:, 1])
+    def add(self, columns: Mapping[str, Tensor]) -> None:
+        """`gap` is the rollout's logprob minus the trainer's."""
+        self._gaps.append(columns["gap"].double())
 
     def metrics_of(self, name: str) -> dict[str, float]:
         """Flat numbers under names that end like `name`."""

@@ -1,9 +1,20 @@
 """Recipes: every mistake is one line that names the place, the value and the remedy."""
 
+from typing import get_args
+
 import pytest
 
 from headrace.errors import UserError
-from headrace.recipe import AgenticRlStage, find_recipe, load_recipe, parse_recipe
+from headrace.recipe import (
+    AgenticRlStage,
+    DoubleSidedObjective,
+    Objective,
+    find_recipe,
+    load_recipe,
+    parse_recipe,
+    tables_in,
+)
+from headrace.training.reinforced import RlConfig
 
 MINIMAL = {
     "name": "x",
@@ -16,11 +27,51 @@ def with_change(**changes):
     return {**MINIMAL, **changes}
 
 
+def with_rl(**keys):
+    return with_change(stages=[{**MINIMAL["stages"][0], **keys}])
+
+
 def test_defaults_follow_the_paper():
     stage = parse_recipe(MINIMAL, "t").stages[0]
     assert isinstance(stage, AgenticRlStage)
     assert stage.reset_optimizer
-    assert (stage.eps_low, stage.eps_high) == (0.2, 0.28)
+    assert isinstance(stage.objective, DoubleSidedObjective)
+    assert (stage.objective.eps_low, stage.objective.eps_high) == (0.2, 0.28)
+    assert not stage.divides_by_std
+    assert stage.freeze_indexer
+
+
+def rl_stage(**keys):
+    stage = parse_recipe(with_rl(**keys), "t").stages[0]
+    assert isinstance(stage, AgenticRlStage)
+    return stage
+
+
+def test_objectives_have_their_own_keys_and_defaults():
+    stage = rl_stage(objective={"kind": "icepop"})
+    assert (
+        stage.objective.model_dump().items() >= {"beta": 2.0, "normalisation": "group_mean"}.items()
+    )
+    assert stage.divides_by_std
+    assert not rl_stage(objective={"kind": "grpo"}, advantage_std=False).divides_by_std
+
+
+def test_every_objective_is_one_that_the_trainer_knows():
+    for table in tables_in(Objective):
+        (kind,) = get_args(table.model_fields["kind"].annotation)
+        rl = RlConfig(**rl_stage(objective={"kind": kind}).objective.model_dump())
+        assert rl.kind == kind
+    assert RlConfig() == RlConfig(**DoubleSidedObjective().model_dump())
+
+
+def test_older_recipes_keep_their_meaning():
+    stage = rl_stage(eps_low=0.1, eps_high=0.5, advantage_std=False)
+    assert stage.objective == DoubleSidedObjective(eps_low=0.1, eps_high=0.5)
+    assert rl_stage(objective={"eps_low": 0.1}).objective == DoubleSidedObjective(eps_low=0.1)
+    assert (
+        parse_recipe(parse_recipe(MINIMAL, "t").model_dump(), "t").stages
+        == parse_recipe(MINIMAL, "t").stages
+    )
 
 
 @pytest.mark.parametrize(
@@ -48,6 +99,20 @@ def test_defaults_follow_the_paper():
             with_change(stages=[{"kind": "rl", "name": "a"}]),
             "kind must be one of pretrain, .*sft, agentic_rl",
         ),
+        (
+            with_rl(objective={"kind": "icepop", "betta": 3}),
+            'unknown key "stages.rl.objective.betta"; did you mean "beta"?',
+        ),
+        (
+            with_rl(objective={"kind": "ice_pop"}),
+            "stages.rl.objective: kind must be one of double_sided_is, icepop, grpo,",
+        ),
+        (with_rl(objective={"kind": "grpo", "beta": 2}), "unknown key .*beta.*known: eps_high"),
+        (with_rl(objective={"kind": "icepop", "beta": 1}), r"objective\.beta: .*greater than 1"),
+        (
+            with_rl(eps_low=0.1, objective={"kind": "grpo"}),
+            r"eps_low beside objective; move it to \[stages.objective\]",
+        ),
         (with_change(stages=[{"kind": "sft", "name": "a"}]), "give steps, seconds or both"),
         (with_change(stages=MINIMAL["stages"] * 2), 'two stages are named "rl"'),
         ({"model": {"path": "x"}, "stages": MINIMAL["stages"]}, "name is missing"),
@@ -70,6 +135,7 @@ def test_overrides(tmp_path):
     assert recipe.engine.dtype == "bfloat16"
     assert recipe.stages[0].updates == 7  # type: ignore[union-attr] # only one kind here
     for bad, message in [
+        ("stages.rl.objective.kind=popice", "kind must be one of double_sided_is"),
         ("engine", "write table.key=value"),
         ("stages.rll.updates=1", 'no stage "rll"; did you mean "rl"'),
         ("name.x=1", "name is not a table"),

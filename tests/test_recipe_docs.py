@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from headrace.recipe import AgenticRlStage, EngineTable, Recipe, SftStage
+from headrace.recipe import AgenticRlStage, EngineTable, Objective, Recipe, SftStage, tables_in
 from headrace.recipe_docs import render_recipe_docs
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "recipes.md"
@@ -14,7 +14,7 @@ def test_the_page_is_up_to_date():
 
 def test_every_key_of_every_table_is_described():
     page = render_recipe_docs()
-    for table in (Recipe, EngineTable, SftStage, AgenticRlStage):
+    for table in (Recipe, EngineTable, SftStage, AgenticRlStage, *tables_in(Objective)):
         for key, field in table.model_fields.items():
             assert f"| `{key}` |" in page
             assert field.description, f"{table.__name__}.{key} has no docstring"

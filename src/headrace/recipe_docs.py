@@ -17,6 +17,8 @@ from pydantic_core import PydanticUndefined
 from headrace.recipe import (
     ContextStep,
     LanguageStage,
+    Objective,
+    ObjectiveTable,
     Recipe,
     StageTable,
     SupervisedStage,
@@ -82,6 +84,8 @@ def _keys(table: type[Table]) -> list[str]:
     A kind that gives a shared key another default lists it itself; what every kind lists itself is
     not listed as shared.
     """
+    if issubclass(table, ObjectiveTable):
+        return [key for key in table.__annotations__ if key in table.model_fields]
     if not issubclass(table, StageTable):
         return list(table.model_fields)
     keys = [key for key in table.__annotations__ if key in table.model_fields]
@@ -116,6 +120,10 @@ def _tables() -> list[tuple[str, type[Table]]]:
     for name, kind in stage_kinds().items():
         sections.append((f'[[stages]] with kind = "{name}"', kind))
     sections.append(("[[stages.context]] of midtrain", ContextStep))
+    sections.append(("[stages.objective] of agentic_rl, every kind", ObjectiveTable))
+    for table in tables_in(Objective):
+        (kind,) = typing.get_args(table.model_fields["kind"].annotation)
+        sections.append((f'[stages.objective] with kind = "{kind}"', table))
     return sections
 
 

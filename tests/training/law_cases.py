@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
 import torch
 
@@ -21,6 +22,11 @@ from headrace.training.trainer import OptimizerConfig, RlConfig, Trainer
 
 WORLD = 2
 RL = RlConfig(0.2, 0.28)
+SPREAD = RlConfig(
+    sample_level=True, sample_eps_low=0.02, sample_eps_high=0.02, normalisation="group_mean"
+)
+ICEPOP = RlConfig(kind="icepop", beta=1.08, normalisation="sequence_mean", kl_weight=0.1)
+"""Rollouts come with log-probabilities about 0.1 off: these bounds mask a part of them."""
 LLAMA = ModelConfig(
     vocab_size=40,
     hidden_size=32,
@@ -56,20 +62,24 @@ class Case(NamedTuple):
     config: ModelConfig
     losses: LossConfig = LossConfig()
     trainable: Any = "all"
-    rl: bool = False
+    rl: RlConfig | None = None
     router_bias_rate: float = 0.0
 
 
 CASES = {
     "language": Case(LLAMA),
-    "rl": Case(LLAMA, rl=True),
+    "rl": Case(LLAMA, rl=RL),
+    "rl, samples masked": Case(LLAMA, rl=SPREAD),
+    "rl, icepop and kl": Case(LLAMA, rl=ICEPOP),
+    "rl, two steps": Case(LLAMA, rl=ICEPOP._replace(minibatches=2, eps_low=1e-3, eps_high=1e-3)),
+    "rl, two teachers": Case(LLAMA, rl=RlConfig(kind="distillation")),
     "mtp": Case(GLM5, LossConfig(mtp_weight=0.3)),
     "balance": Case(GLM5, LossConfig(balance_weight=0.1), router_bias_rate=0.01),
     "indexer warm-up": Case(GLM5, LossConfig(index="dense", language=False), "indexer"),
     "indexer adaptation": Case(
         GLM5, LossConfig(mtp_weight=0.1, balance_weight=0.01, index="sparse")
     ),
-    "rl, indexer frozen": Case(GLM5, trainable="all_but_indexer", rl=True),
+    "rl, indexer frozen": Case(GLM5, trainable="all_but_indexer", rl=RL),
 }
 
 
@@ -79,43 +89,59 @@ def new_trainer(case: Case, ranks: Ranks = ALONE, **changes: Any) -> Trainer:
     model = Decoder(case.config)
     model.init_weights(0)
     options = {"learning_rate": 1e-3, "router_bias_rate": case.router_bias_rate, **changes}
-    return Trainer(
+    trainer = Trainer(
         model,
         OptimizerConfig(**options),
         losses=case.losses,
         trainable=case.trainable,
         ranks=ranks,
     )
+    if case.rl is not None:
+        others = [Decoder(case.config) for _ in range(3)]
+        for seed, other in enumerate(others, start=1):
+            other.init_weights(seed)
+        trainer.keep_policies(reference=others[0], teachers=others[1:])
+    return trainer
 
 
 def new_samples(case: Case, seed: int = 0, count: int = 9) -> list[Sample]:
-    """Documents of 1 to 20 tokens; rollouts come with slightly wrong log-probabilities."""
+    """Documents of 1 to 20 tokens; rollouts come with slightly wrong log-probabilities.
+
+    Two rollout samples are segments of one trajectory, two trajectories are a group.
+    """
     rng = np.random.default_rng(seed)
     samples = []
     for number in range(count):
         n = int(rng.integers(3, 20)) if number else 1
         ids = rng.integers(0, 40, n).tolist()
-        if not case.rl:
+        if case.rl is None:
             samples.append(supervised_sample(ids, rng.integers(0, 2, n).tolist()))
             continue
         mask = tuple(i > 2 for i in range(n))
         logprobs = tuple(float(rng.normal(-np.log(40), 0.1)) if m else 0.0 for m in mask)
         versions = tuple(3 if m else -1 for m in mask)
         segment = Segment("s", tuple(ids), mask, logprobs, versions)
-        samples.append(rollout_sample(segment, rng.normal(), multiplicity=1 + number % 2))
+        sample = rollout_sample(
+            segment,
+            rng.normal(),
+            multiplicity=1 + number // 2 % 2,
+            trajectory=number // 2,
+            group=number // 4,
+        )
+        samples.append(msgspec.structs.replace(sample, teacher=number // 2 % 2))
     return samples
 
 
 def step(trainer: Trainer, case: Case, samples: list[Sample]) -> dict[str, float]:
     """One step of the case's objective."""
-    if case.rl:
-        return trainer.rl_step(samples, RL, version=4, fresh=False)
+    if case.rl is not None:
+        return trainer.rl_step(samples, case.rl, version=4, fresh=False)
     return trainer.supervised_step(samples)
 
 
 def gradients(trainer: Trainer, case: Case, samples: list[Sample]) -> dict[str, torch.Tensor]:
     """Gradients of a batch by name, whole on every rank; they are cleared afterwards."""
-    trainer.loss_and_gradients(samples, rl=RL if case.rl else None)
+    trainer.loss_and_gradients(samples, rl=case.rl)
     found = {
         name: whole(p.grad).clone()
         for name, p in trainer.model.named_parameters()

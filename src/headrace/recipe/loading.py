@@ -3,7 +3,7 @@
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, TypeVar, get_args
 
 from pydantic import ValidationError
 
@@ -15,6 +15,8 @@ from headrace.recipe.tables import CorpusTable, NamedModelTable, Table
 
 _NAMED_TABLES: dict[str, type[Table]] = {"data": CorpusTable, "models": NamedModelTable}
 """Tables of tables, and what an entry is."""
+
+AnyTable = TypeVar("AnyTable", bound=Table)
 
 
 def load_recipe(path: str | Path, overrides: Sequence[str] = (), seed: int | None = None) -> Recipe:
@@ -107,7 +109,11 @@ def _explain(problem: Any, data: dict[str, Any]) -> str:
     path: list[str] = []
     table: type[Table] | None = Recipe
     node: Any = data
+    choices: dict[str, type[Table]] = {}
     for part in location:
+        if part in choices:
+            table, choices = choices[str(part)], {}
+            continue
         if isinstance(part, int) and isinstance(node, list) and part < len(node):
             node = node[part]
             path.append(str(node.get("name", part)) if isinstance(node, dict) else str(part))
@@ -117,11 +123,15 @@ def _explain(problem: Any, data: dict[str, Any]) -> str:
             continue
         path.append(str(part))
         node = node.get(part) if isinstance(node, dict) else None
-        if part is location[-1] or table is None:
+        if table is None:
             continue
         entries = _NAMED_TABLES.get(path[0]) if len(path) == 2 else None
         found = table.model_fields.get(str(part)) if entries is None else None
         inner = tables_in(found.annotation) if found is not None else []
+        chosen = len(inner) > 1 and path != ["stages"]
+        choices = _by_kind(inner) if chosen and all("kind" in t.model_fields for t in inner) else {}
+        if part is location[-1]:
+            continue
         if entries is not None:
             table = entries
         elif inner:
@@ -134,7 +144,7 @@ def _explain(problem: Any, data: dict[str, Any]) -> str:
     if kind == "missing":
         return f"{where} is missing"
     if kind in ("union_tag_invalid", "union_tag_not_found"):
-        return f"{where}: kind must be one of {', '.join(kinds)}"
+        return f"{where}: kind must be one of {', '.join(choices or kinds)}"
     message = problem["msg"].removeprefix("Value error, ")
     value = problem.get("input")
     shown = "" if isinstance(value, dict | list | tuple) else f" (got {value!r})"
@@ -143,11 +153,12 @@ def _explain(problem: Any, data: dict[str, Any]) -> str:
 
 def stage_kinds() -> dict[str, type[StageTable]]:
     """Stage tables by the `kind` that chooses them."""
-    return {
-        get_args(table.model_fields["kind"].annotation)[0]: table
-        for table in tables_in(Stage)
-        if issubclass(table, StageTable)
-    }
+    return _by_kind([table for table in tables_in(Stage) if issubclass(table, StageTable)])
+
+
+def _by_kind(tables: list[type[AnyTable]]) -> dict[str, type[AnyTable]]:
+    """Tables that a `kind` chooses from, by it."""
+    return {get_args(table.model_fields["kind"].annotation)[0]: table for table in tables}
 
 
 def tables_in(annotation: Any) -> list[type[Table]]:

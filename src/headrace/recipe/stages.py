@@ -1,9 +1,10 @@
 """The stage tables of a recipe: from random weights to an agent, each from a checkpoint to one."""
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
+from headrace.recipe.objectives import DoubleSidedObjective, Objective
 from headrace.recipe.tables import Fraction, Positive, Seconds, Table
 
 Weight = Annotated[float, Field(gt=0.0)]
@@ -221,12 +222,16 @@ class AgenticRlStage(StageTable):
     """Start optimizer state afresh after each publication (paper section 4.1.1)."""
     staleness: Annotated[int, Field(ge=0)] = 4
     """tau: a trajectory is dropped when its oldest version lags more than this at the batch cut."""
-    eps_low: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.2
-    """Token ratios at or below 1 - eps_low are masked (eq. 5)."""
-    eps_high: Annotated[float, Field(gt=0.0)] = 0.28
-    """Token ratios at or above 1 + eps_high are masked (eq. 5)."""
-    advantage_std: bool = False
-    """Divide advantages by the group's standard deviation (off in eq. 3)."""
+    objective: Objective = DoubleSidedObjective()
+    """What an update minimises: [stages.objective]."""
+    baseline: Literal["mean", "leave_one_out"] = "mean"
+    """What a reward is compared with: the mean of its group, or of the others in it."""
+    advantage_std: bool | None = None
+    """Divide advantages by the group's standard deviation; by default for icepop and grpo (eq. 1)
+    and not for the others (eq. 3)."""
+    freeze_indexer: bool = True
+    """Leave the sparse-attention indexer as it is; else it goes on learning to rank keys as
+    attention does."""
     learning_rate: Annotated[float, Field(gt=0.0)] = 2e-4
     """Learning rate after the warm-up."""
     final_learning_rate: Fraction = 1.0
@@ -245,6 +250,29 @@ class AgenticRlStage(StageTable):
         if self.updates is None and self.seconds is None:
             raise ValueError("give updates, seconds or both")
         return self
+
+    @model_validator(mode="before")
+    @classmethod
+    def _objective_of_older_recipes(cls, data: Any) -> Any:
+        """eps_low and eps_high were keys of the stage; an objective without kind is the default."""
+        if not isinstance(data, dict):
+            return data
+        moved = {key: data[key] for key in ("eps_low", "eps_high") if key in data}
+        objective = data.get("objective", {})
+        if not isinstance(objective, dict) or ("objective" not in data and not moved):
+            return data
+        if moved and "objective" in data:
+            key = next(iter(moved))
+            raise ValueError(f"{key} beside objective; move it to [stages.objective]")
+        rest = {key: value for key, value in data.items() if key not in moved}
+        return {**rest, "objective": {"kind": "double_sided_is", **objective, **moved}}
+
+    @property
+    def divides_by_std(self) -> bool:
+        """`advantage_std`, with its default."""
+        if self.advantage_std is not None:
+            return self.advantage_std
+        return self.objective.kind in ("icepop", "grpo")
 
 
 Stage = Annotated[

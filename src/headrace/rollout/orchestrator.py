@@ -43,6 +43,7 @@ class SourceConfig(msgspec.Struct, frozen=True):
     staleness: int
     temperature: float
     max_tokens: int
+    leave_one_out: bool = False
     advantage_std: bool = False
     synchronous: bool = False
     ready_batches: int = 2
@@ -50,9 +51,10 @@ class SourceConfig(msgspec.Struct, frozen=True):
 
 
 class TrainingMember(msgspec.Struct, frozen=True):
-    """A trajectory of a batch: its segments, advantage and multiplicity."""
+    """A trajectory of a batch: its group, segments, advantage and multiplicity."""
 
     session_id: str
+    group_id: str
     segments: tuple[Segment, ...]
     advantage: float
     multiplicity: int
@@ -295,13 +297,17 @@ class RolloutSource:
         return advantages(
             scored,
             group_size=max(self.config.group_size, len(scored)),
+            leave_one_out=self.config.leave_one_out,
             normalise_std=self.config.advantage_std,
         )
 
     def _requeue(self, waiting: WaitingGroup) -> None:
         """A decided group from before a crash: decide again (it is pure), keep what is pending."""
         decision = advantages(
-            waiting.rollouts, group_size=waiting.size, normalise_std=self.config.advantage_std
+            waiting.rollouts,
+            group_size=waiting.size,
+            leave_one_out=self.config.leave_one_out,
+            normalise_std=self.config.advantage_std,
         )
         members = [m for m in decision.members if m.session_id in waiting.pending]
         sessions = {m.session_id: self._ledger.trainable(m.session_id) for m in members}
@@ -391,7 +397,13 @@ class RolloutSource:
                     BatchMember(member.session_id, member.advantage, member.multiplicity, excluded)
                 )
                 members.append(
-                    TrainingMember(member.session_id, found, member.advantage, member.multiplicity)
+                    TrainingMember(
+                        member.session_id,
+                        group.group_id,
+                        found,
+                        member.advantage,
+                        member.multiplicity,
+                    )
                 )
         self._ledger.cut_batch(
             Batch(self.config.stage, index, version, self.config.staleness, tuple(records))
@@ -412,15 +424,19 @@ class RolloutSource:
 
     def _replayed(self, batch: Batch) -> TrainingBatch:
         """A batch that had been cut before a crash, rebuilt verbatim from the evidence."""
-        members = [
-            TrainingMember(
-                m.session_id,
-                self._segments(self._ledger.trainable(m.session_id))[0],
-                m.advantage,
-                m.multiplicity,
+        members = []
+        for member in batch.members:
+            session = self._ledger.trainable(member.session_id)
+            found, _ = self._segments(session)
+            members.append(
+                TrainingMember(
+                    member.session_id,
+                    session.group_id,
+                    found,
+                    member.advantage,
+                    member.multiplicity,
+                )
             )
-            for m in batch.members
-        ]
         return TrainingBatch(batch.index, tuple(members))
 
 

@@ -52,7 +52,8 @@ async def run_agentic_rl(
             staleness=stage.staleness,
             temperature=stage.temperature,
             max_tokens=stage.max_sequence or context.recipe.engine.max_context,
-            advantage_std=stage.advantage_std,
+            leave_one_out=stage.baseline == "leave_one_out",
+            advantage_std=stage.divides_by_std,
             synchronous=stage.mode == "sync",
         ),
         runner=system.runner,
@@ -68,15 +69,7 @@ async def run_agentic_rl(
     ):
         await worker.request(
             "load",
-            {
-                "path": str(begin),
-                "optimizer": optimizer_config(stage),
-                "rl": {
-                    "eps_low": stage.eps_low,
-                    "eps_high": stage.eps_high,
-                    "temperature": stage.temperature,
-                },
-            },
+            load_request(stage, begin, reference=source),
             timeout_s=SAVE_TIMEOUT_S,
         )
         progress = rl.Progress(
@@ -127,6 +120,28 @@ async def run_agentic_rl(
             await publish(progress)
         await save_weights(worker, target, tokenizer=source)
     return {"updates": progress.step, "version": progress.version}
+
+
+def load_request(stage: AgenticRlStage, begin: Path, *, reference: Path) -> dict[str, Any]:
+    """What a `TrainerWorker` is asked to load.
+
+    Args:
+        stage: its optimizer, objective and what of the model trains.
+        begin: weights to go on from.
+        reference: weights the stage began with, which is another checkpoint after a crash; a KL
+            keeps close to these.
+    """
+    # Without a loss of its own nothing would reach the indexer, as selection has no gradient.
+    trained: dict[str, Any] = {"trainable": "all", "losses": {"index": "sparse"}}
+    if stage.freeze_indexer:
+        trained = {"trainable": "all_but_indexer"}
+    return {
+        "path": str(begin),
+        "optimizer": optimizer_config(stage),
+        "rl": {**stage.objective.model_dump(), "temperature": stage.temperature},
+        "reference": str(reference) if stage.objective.kl_weight > 0 else None,
+        **trained,
+    }
 
 
 class _Transport:

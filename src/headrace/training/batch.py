@@ -21,6 +21,10 @@ class Sample(msgspec.Struct, frozen=True):
         logprobs: float32 [T] rollout logprobs, empty for supervised data.
         versions: int32 [T] weight versions (-1 where nothing was sampled), empty likewise.
         advantage: the trajectory's advantage; 0 for supervised data.
+        trajectory: number in its batch; samples of one number are one trajectory's segments. -1: a
+            trajectory of its own.
+        group: number of the trajectory's group in its batch. -1: a group of its own.
+        teacher: which of the trainer's teachers judges it, for distillation.
     """
 
     ids: bytes
@@ -28,6 +32,9 @@ class Sample(msgspec.Struct, frozen=True):
     logprobs: bytes = b""
     versions: bytes = b""
     advantage: float = 0.0
+    trajectory: int = -1
+    group: int = -1
+    teacher: int = 0
 
     def __len__(self) -> int:
         return len(self.ids) // 4
@@ -42,7 +49,14 @@ def supervised_sample(ids: Sequence[int], weights: Sequence[float]) -> Sample:
     )
 
 
-def rollout_sample(segment: Segment, advantage: float, multiplicity: int = 1) -> Sample:
+def rollout_sample(
+    segment: Segment,
+    advantage: float,
+    multiplicity: int = 1,
+    *,
+    trajectory: int = -1,
+    group: int = -1,
+) -> Sample:
     """A rollout's segment; `multiplicity` is how often group padding repeats it."""
     return Sample(
         np.asarray(segment.ids, dtype="<i4").tobytes(),
@@ -50,6 +64,8 @@ def rollout_sample(segment: Segment, advantage: float, multiplicity: int = 1) ->
         np.asarray(segment.logprobs, dtype="<f4").tobytes(),
         np.asarray(segment.versions, dtype="<i4").tobytes(),
         advantage,
+        trajectory,
+        group,
     )
 
 

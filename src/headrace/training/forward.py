@@ -41,6 +41,36 @@ class LossConfig(NamedTuple):
     language: bool = True
 
 
+class Losses(NamedTuple):
+    """A whole batch's losses, the same numbers on every rank.
+
+    Attributes:
+        total: what was minimised, weights included.
+        language, mtp, balance, index: its parts before their weights; 0 where not asked for. The
+            balance loss is 1 when experts are used evenly; the index loss is a KL in nats.
+    """
+
+    total: float
+    language: float
+    mtp: float
+    balance: float
+    index: float
+
+    def metrics(self, losses: LossConfig) -> dict[str, float]:
+        """`loss`, and each part that was asked for besides a plain language loss."""
+        asked = {
+            "language_loss": losses.language,
+            "mtp_loss": losses.mtp_weight > 0,
+            "balance_loss": losses.balance_weight > 0,
+            "index_loss": losses.index is not None,
+        }
+        parts = (self.language, self.mtp, self.balance, self.index)
+        found = {
+            name: part for (name, wanted), part in zip(asked.items(), parts, strict=True) if wanted
+        }
+        return {"loss": self.total, **(found if len(found) > 1 else {})}
+
+
 class PassOutput(NamedTuple):
     """What came out of one micro-batch of M trained tokens.
 

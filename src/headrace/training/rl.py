@@ -23,6 +23,8 @@ class Member(Protocol):
     """One trajectory of a batch."""
 
     @property
+    def group_id(self) -> str: ...
+    @property
     def segments(self) -> tuple[Segment, ...]: ...
     @property
     def advantage(self) -> float: ...
@@ -162,10 +164,17 @@ async def train(
 
 
 def samples(batch: Batch) -> list[dict[str, Any]]:
-    """A batch on the wire."""
+    """A batch on the wire: which segments are one trajectory, and which trajectories one group."""
+    groups: dict[str, int] = {}
     found: list[Sample] = [
-        rollout_sample(segment, member.advantage, member.multiplicity)
-        for member in batch.members
+        rollout_sample(
+            segment,
+            member.advantage,
+            member.multiplicity,
+            trajectory=number,
+            group=groups.setdefault(member.group_id, len(groups)),
+        )
+        for number, member in enumerate(batch.members)
         for segment in member.segments
     ]
     return msgspec.to_builtins(found, builtin_types=(bytes,))

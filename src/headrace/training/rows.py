@@ -104,6 +104,12 @@ def pack(samples: Sequence[Sample]) -> Rows:
     )
 
 
+def trained_weights(sample: Sample) -> np.ndarray:
+    """float32 [M] > 0: weights of the tokens that `pack` finds to be trained, in their order."""
+    weights = _weights(sample)
+    return weights[weights != 0]
+
+
 def batch_totals(samples: Sequence[Sample], mtp_depth: int) -> Totals:
     """Normalisers of a whole batch; `mtp_depth` is 0 without multi-token prediction."""
     weight, tokens = 0.0, 0

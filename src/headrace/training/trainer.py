@@ -8,7 +8,8 @@ its share.
 
 import math
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -21,12 +22,11 @@ from headrace.model.decoder import Decoder
 from headrace.model.moe import Router
 from headrace.model.shared_weights import publish
 from headrace.objectives.balance import updated_router_bias
-from headrace.objectives.double_sided_is import double_sided_is
 from headrace.objectives.language_model import weighted_nll
 from headrace.objectives.mtp import mtp_loss
 from headrace.optim.groups import Algorithm, OptimizerGroups, build_optimizers
 from headrace.training.batch import Sample, plan_micro_batches
-from headrace.training.forward import LossConfig, Pass, PassOutput, freeze
+from headrace.training.forward import LossConfig, Losses, Pass, PassOutput, freeze
 from headrace.training.guards import GuardConfig, GuardState, TrainingStopped, Verdict, judge
 from headrace.training.parallel import (
     ALONE,
@@ -37,8 +37,15 @@ from headrace.training.parallel import (
     whole,
 )
 from headrace.training.precision import HalfWeights
+from headrace.training.reinforced import (
+    Policies,
+    ReinforcedBatch,
+    RlConfig,
+    deal_steps,
+)
 from headrace.training.rl_record import RlRecord
 from headrace.training.rows import Rows, Totals, batch_totals, pack
+from headrace.training.scoring import OtherPolicies, look_ahead
 
 OPTIMIZER_FILE = "trainer.pt"
 _NEXT_TOKEN = LossConfig()
@@ -70,50 +77,15 @@ class OptimizerConfig(NamedTuple):
     router_bias_rate: float = 0.0
 
 
-class RlConfig(NamedTuple):
-    """Constants of the RL objective."""
-
-    eps_low: float
-    eps_high: float
-    temperature: float = 1.0
-
-
 class NonFiniteLossError(Exception):
     """A loss or gradient norm is not finite; the weights were left as they were."""
 
 
-class Losses(NamedTuple):
-    """A whole batch's losses, the same numbers on every rank.
+Objective = Callable[[Rows, PassOutput, Sequence[int]], Tensor]
+"""Language or RL loss of a micro-batch, already divided by the whole batch's weight.
 
-    Attributes:
-        total: what was minimised, weights included.
-        language, mtp, balance, index: its parts before their weights; 0 where not asked for. The
-            balance loss is 1 when experts are used evenly; the index loss is a KL in nats.
-    """
-
-    total: float
-    language: float
-    mtp: float
-    balance: float
-    index: float
-
-    def metrics(self, losses: LossConfig) -> dict[str, float]:
-        """`loss`, and each part that was asked for besides a plain language loss."""
-        asked = {
-            "language_loss": losses.language,
-            "mtp_loss": losses.mtp_weight > 0,
-            "balance_loss": losses.balance_weight > 0,
-            "index_loss": losses.index is not None,
-        }
-        parts = (self.language, self.mtp, self.balance, self.index)
-        found = {
-            name: part for (name, wanted), part in zip(asked.items(), parts, strict=True) if wanted
-        }
-        return {"loss": self.total, **(found if len(found) > 1 else {})}
-
-
-Objective = Callable[[Rows, PassOutput], Tensor]
-"""Language or RL loss of a micro-batch, already divided by the whole batch's weight."""
+Takes the packed samples, what the model made of them, and which of the batch's samples they are.
+"""
 
 
 class Trainer:
@@ -148,6 +120,7 @@ class Trainer:
         self.guard_state = GuardState()
         self.ranks = ranks
         self.steps = 0
+        self._others = OtherPolicies()
         model.train()
         freeze(model, trainable)
         self._pass = Pass(model, losses, bfloat16=config.bfloat16)
@@ -201,32 +174,59 @@ class Trainer:
         fresh: bool,
         learning_rate: float | None = None,
     ) -> dict[str, float]:
-        """One step of the double-sided importance-sampling objective.
+        """One update of an RL objective: `rl.minibatches` optimizer steps, each token in one.
 
         Args:
             samples: rollout samples (see `rollout_sample`).
-            rl: constants.
+            rl: the objective.
             version: newest published version; lag of a token = version - its version.
             fresh: whether the weights still are exactly that version, so that tokens sampled from
                 it measure the mismatch between trainer and engine (law L11).
 
         Returns:
-            loss, grad_norm and the objective's metrics as flat numbers; ratios, entropy and KL are
-            means over trained tokens.
+            loss and grad_norm (means over steps), skipped (steps), and what `RlRecord` finds out
+            about all trained tokens.
 
         Raises:
+            UserError: the objective needs a policy that was not given.
             ValueError: nothing in the batch has a loss weight.
             NonFiniteLossError, TrainingStopped: see `apply`.
         """
+        self._others.check(rl)
+        steps = [list(range(len(samples)))]
+        if rl.minibatches > 1:
+            # A batch of nothing stays a batch, for the error that it deserves.
+            steps = deal_steps(samples, rl.minibatches) or steps
+        parts = [[samples[i] for i in step] for step in steps]
+        # All of them before the first step: it changes the policy that the update begins with.
+        asked = [self.ask_policies(part, rl) for part in parts]
         record = RlRecord(version)
-        losses = self.loss_and_gradients(samples, rl=rl, record=record)
-        norm, applied = self.apply(losses.total, learning_rate)
-        return {
-            **losses.metrics(self.losses),
-            "grad_norm": norm,
-            "skipped": 0.0 if applied else 1.0,
-            **record.metrics(self.ranks, fresh=fresh),
-        }
+        found = []
+        for number, (part, policies) in enumerate(zip(parts, asked, strict=True)):
+            losses = self.loss_and_gradients(
+                part, rl=rl, record=record, policies=policies, fresh=fresh and number == 0
+            )
+            norm, applied = self.apply(losses.total, learning_rate)
+            skipped = 0.0 if applied else float(len(parts))
+            found.append({**losses.metrics(self.losses), "grad_norm": norm, "skipped": skipped})
+        means = {name: sum(row[name] for row in found) / len(found) for name in found[0]}
+        return {**means, **record.metrics(self.ranks)}
+
+    def keep_policies(
+        self, *, reference: Decoder | None = None, teachers: Sequence[Decoder] = ()
+    ) -> None:
+        """Hold models that RL objectives ask and that never change; every rank holds them whole."""
+        self._others = OtherPolicies(
+            reference, teachers, bfloat16=self.config.bfloat16, device=self.ranks.device
+        )
+
+    def ask_policies(self, samples: Sequence[Sample], rl: RlConfig) -> Policies:
+        """What the objective needs of other policies about the batch of one optimizer step.
+
+        The old policy is the trainer's, with the weights as they are now. All ranks must call.
+        """
+        with self._weights_in_place():
+            return self._others.ask(samples, self._plan(samples)[self.ranks.rank], rl, self._pass)
 
     def loss_and_gradients(
         self,
@@ -234,30 +234,43 @@ class Trainer:
         *,
         rl: RlConfig | None = None,
         record: RlRecord | None = None,
+        policies: Policies | None = None,
+        fresh: bool = True,
     ) -> Losses:
         """Losses of a whole batch; its gradients are added to the parameters' `.grad`.
 
         Args:
             samples: the global batch, the same on every rank.
-            rl: use the RL objective instead of the next-token loss.
+            rl: use this RL objective instead of the next-token loss.
             record: collects what `rl_step` reports.
+            policies: what others say about the samples; None asks them now.
+            fresh: as in `rl_step`, for the record.
 
         Raises:
             ValueError: a sample is longer than the model's positions, or nothing is trained.
         """
         totals = self._totals(samples)
-        objective = _supervised(totals) if rl is None else _reinforced(totals, rl, record)
-        plan = plan_micro_batches(
-            [len(s) for s in samples], self.config.micro_tokens, self.ranks.size
-        )[self.ranks.rank]
+        plan = self._plan(samples)
+        temperature = 1.0
+        if rl is None:
+            objective = _supervised(totals)
+        else:
+            temperature = rl.temperature
+            reinforced = ReinforcedBatch(
+                samples, rl, self.ask_policies(samples, rl) if policies is None else policies
+            )
+            if rl.needs_trajectory_ratios:
+                with self._weights_in_place():
+                    look_ahead(reinforced, samples, plan, self._pass, self.ranks)
+            objective = partial(reinforced.loss, record=record, fresh=fresh)
         self._pass.loads.clear()
         sums = torch.zeros(5, dtype=torch.float64)
-        with nullcontext() if self._half is None else self._half.swapped_in():
-            for number, indices in enumerate(plan):
+        with self._weights_in_place():
+            for number, indices in enumerate(plan[self.ranks.rank]):
                 rows = pack([samples[i] for i in indices]).to(self.ranks.device)
-                synchronise_gradients(self._pass, number == len(plan) - 1)
-                output = self._pass(rows, 1.0 if rl is None else rl.temperature)
-                terms = self._terms(rows, output, objective, totals)
+                synchronise_gradients(self._pass, number == len(plan[0]) - 1)
+                output = self._pass(rows, temperature)
+                terms = self._terms(rows, output, objective, totals, indices)
                 if terms[0].requires_grad:
                     terms[0].backward()
                 sums += terms.detach().double().cpu()
@@ -364,12 +377,26 @@ class Trainer:
             raise ValueError("no token of the batch has a loss weight")
         return totals
 
+    def _plan(self, samples: Sequence[Sample]) -> list[list[list[int]]]:
+        """Sample indices as [rank][micro-batch]."""
+        lengths = [len(sample) for sample in samples]
+        return plan_micro_batches(lengths, self.config.micro_tokens, self.ranks.size)
+
+    def _weights_in_place(self) -> AbstractContextManager[None]:
+        """Whatever stands in for the weights during forward and backward passes."""
+        return nullcontext() if self._half is None else self._half.swapped_in()
+
     def _terms(
-        self, rows: Rows, output: PassOutput, objective: Objective, totals: Totals
+        self,
+        rows: Rows,
+        output: PassOutput,
+        objective: Objective,
+        totals: Totals,
+        indices: Sequence[int],
     ) -> Tensor:
         """[5]: total with gradient, then language, mtp, balance and index loss of a micro-batch."""
         zero = torch.zeros((), device=rows.ids.device)
-        language = objective(rows, output) if self.losses.language else zero
+        language = objective(rows, output, indices) if self.losses.language else zero
         mtp = zero
         if output.mtp_logprobs:
             mtp = mtp_loss(output.mtp_logprobs, output.mtp_weights, totals.mtp)
@@ -419,33 +446,7 @@ class Trainer:
 
 
 def _supervised(totals: Totals) -> Objective:
-    def objective(rows: Rows, output: PassOutput) -> Tensor:
+    def objective(rows: Rows, output: PassOutput, indices: Sequence[int]) -> Tensor:
         return weighted_nll(output.logprobs, rows.weights, totals.weight)
-
-    return objective
-
-
-def _reinforced(totals: Totals, rl: RlConfig, record: RlRecord | None) -> Objective:
-    def objective(rows: Rows, output: PassOutput) -> Tensor:
-        result = double_sided_is(
-            output.logprobs,
-            rows.rollout_logprobs,
-            rows.advantages,
-            rows.weights,
-            eps_low=rl.eps_low,
-            eps_high=rl.eps_high,
-            normalizer=totals.weight,
-        )
-        if record is not None:
-            columns = (
-                result.ratio,
-                rows.rollout_logprobs - output.logprobs.detach(),
-                output.entropies,
-                result.masked_low,
-                result.masked_high,
-                rows.versions,
-            )
-            record.add(torch.stack([c.double() for c in columns], dim=1))
-        return result.loss
 
     return objective

@@ -6,6 +6,7 @@ then each gets every request.
 """
 
 import time
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Literal
@@ -52,7 +53,7 @@ class TrainerWorker:
         torch.set_num_threads(threads)
         self.connection = connection
         self.trainer: Trainer | None = None
-        self.rl = RlConfig(0.2, 0.28)
+        self.rl = RlConfig()
         self.data: list[Sample] = []
         self.stream: BatchStream | None = None
         self.meter: StepMeter | None = None
@@ -115,6 +116,8 @@ class TrainerWorker:
         guard: dict[str, Any] | None = None,
         indexer: dict[str, Any] | None = None,
         seed: int = 0,
+        reference: str | None = None,
+        teachers: Sequence[str] = (),
     ) -> dict[str, Any]:
         """Load a checkpoint to train, with optimizer state when it has some.
 
@@ -122,6 +125,9 @@ class TrainerWorker:
             losses: keyword arguments of `LossConfig`; parts that the model lacks are left out.
             indexer: add one of this shape if the model has none.
             seed: of its weights.
+            rl: keyword arguments of `RlConfig`.
+            reference: checkpoint that RL keeps close to.
+            teachers: checkpoints that distillation asks, numbered as samples name them.
         """
         self.checkpoint = Path(path)
         # Compiling the ops would otherwise count as a stage's time.
@@ -131,6 +137,9 @@ class TrainerWorker:
             model = extend_with_indexer(model, _indexer(indexer, model.config.num_layers), seed)
         if trainable == "all_but_indexer" and model.config.indexer is None:
             trainable = "all"
+        if rl is not None and model.config.indexer is None:
+            # A stage says what happens to an indexer without knowing whether there is one.
+            losses = {name: value for name, value in (losses or {}).items() if name != "index"}
         self.trainable = trainable
         self.trainer = Trainer(
             model,
@@ -143,6 +152,10 @@ class TrainerWorker:
         restored = self.trainer.restore_optimizer(self.checkpoint)
         if rl is not None:
             self.rl = RlConfig(**rl)
+        self.trainer.keep_policies(
+            reference=None if reference is None else load_checkpoint(Path(reference)),
+            teachers=[load_checkpoint(Path(teacher)) for teacher in teachers],
+        )
         self.fresh = True
         return {"parameters": model.num_parameters(), "optimizer_restored": restored}
 
