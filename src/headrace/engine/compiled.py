@@ -326,8 +326,8 @@ def _mirrors(model: Decoder) -> bool:
 
 
 class StepBuffers:
-    """The batch of a pass. Block tables of its sequences are kept from pass to pass: what stayed the
-    same is not written again.
+    """The batch of a pass. Block tables are kept from pass to pass: what stayed the same is not
+    written again.
 
     Args:
         rows: most tokens of a pass.
