@@ -26,7 +26,8 @@ def test_resumed_training_has_the_bits_of_uninterrupted_training(name, algorithm
     assert load_state(resumed, tmp_path) == {"stream": {"position": 2}}
     for seed in range(2, 4):
         step(resumed, case, new_samples(case, seed))
-    assert resumed.steps == trainer.steps == 4
+    each = 1 if case.rl is None else case.rl.minibatches
+    assert resumed.steps == trainer.steps == 4 * each
     found, wanted = weights(resumed), weights(trainer)
     assert all(torch.equal(found[key], wanted[key]) for key in wanted)
 
