@@ -25,7 +25,8 @@ from its second turn to its last, medians over sessions; `history_exponent_long`
 on for more turns. 0 is a cost of the new tokens alone, 1 one of the history. `_embedded` has no
 engine that must be sent the whole prompt. `added_ms_turn_T` are what it is fitted to.
 
-`direct` itself bounds what can be seen (`rps_direct_cN`); `load_busy` is the largest share of its
+`cpu_ms_SIDE` is CPU time of the side's server process per request, with 100 agents; of the stub's
+for `direct`. `direct` itself bounds what can be seen (`rps_direct_cN`); `load_busy` is the largest share of its
 core that the process of the agents used in a closed loop with headrace.
 """
 
@@ -71,12 +72,21 @@ LITELLM_ENVIRONMENT = "HEADRACE_LITELLM_PYTHON"
 
 
 class Answers(NamedTuple):
-    """What one measurement saw: turns and seconds of all answers, and how it went."""
+    """What one measurement saw.
+
+    Attributes:
+        turns: of all answers.
+        latencies: theirs, seconds.
+        rate: answers a second.
+        busy: share of its core that the process of the agents used.
+        cpu_ms: of the server's process for each answer.
+    """
 
     turns: list[int]
     latencies: list[float]
     rate: float
     busy: float
+    cpu_ms: float
 
     def quantile(self, q: float) -> float:
         """Milliseconds."""
@@ -139,6 +149,7 @@ class Servers:
                 self._ports[name] = peer.wait_ready(START_S).get("port", 0)
         self.sides = ["direct", *self.peers]
         self._arguments = arguments
+        self._series = 0
 
     @contextmanager
     def up(self, side: str) -> Iterator[None]:
@@ -162,16 +173,18 @@ class Servers:
         """
         usual = self._arguments.turns
         draw = random.Random(agents)
+        text = {"lines": self._arguments.lines, "series": self._series}
         ages = [0 if turns else (i * usual // agents) % usual for i in range(agents)]
         draw.shuffle(ages)
         spare = requests // (turns or usual) + agents
         port, keys = self._ports[side], [f"sk-{i}" for i in range(agents + spare)]
         if side in HEADRACE:
-            said = self.peers[side].ask(
-                "open", ANSWER_S, ages=[*ages, *[0] * spare], lines=self._arguments.lines
-            )
+            said = self.peers[side].ask("open", ANSWER_S, ages=[*ages, *[0] * spare], **text)
             port, keys = said["port"], said["keys"]
+        self._series += 1
+        server = self.peers.get(side, self.stub)
         with self.up(side):
+            before = server.cpu_s()
             answer = self.load.ask(
                 "run",
                 ANSWER_S,
@@ -179,23 +192,26 @@ class Servers:
                 port=port,
                 keys=keys,
                 turns=turns or usual,
-                lines=self._arguments.lines,
                 limit=requests,
                 think_s=think_s,
+                **text,
             )
+            used = server.cpu_s() - before
         return Answers(
             answer["turns"],
             answer["latencies"],
             requests / answer["seconds"],
             answer["busy"],
+            1e3 * used / requests,
         )
 
 
 def make_answer(folder: Path, lines: int) -> tuple[Path, list[int], list[int]]:
     """A tokenizer of such text, the ids of the stub's answer, and the tokens of two histories: of
     the first turn's prompt, and what each further turn adds."""
-    text = AgentText(lines)
+    text = AgentText(lines, series=0)
     texts = [text.result(0, turn) for turn in range(60)]
+    texts += [text.opening.head.decode(), CONTENT, THOUGHT, ARGUMENTS] * len(texts)
     tokenizer = train_tokenizer(texts, VOCAB, "glm-5")
     renderer = LibraryRenderer("glm-5", tokenizer)
     call = {"id": "c", "type": "function", "function": {"name": "bash", "arguments": ARGUMENTS}}
@@ -234,6 +250,7 @@ def measure(servers: Servers, arguments: argparse.Namespace) -> dict[str, float]
     """All metrics."""
     metrics: dict[str, float] = {}
     rates: dict[tuple[str, int], list[float]] = defaultdict(list)
+    used: dict[str, list[float]] = defaultdict(list)
     busy = 0.0
     for side in servers.sides:  # first uses of code, connections and caches
         servers.ask(side, 4, 100)
@@ -243,7 +260,12 @@ def measure(servers: Servers, arguments: argparse.Namespace) -> dict[str, float]
                 answers = servers.ask(side, agents, getattr(arguments, f"requests_c{agents}"))
                 rates[side, agents].append(answers.rate)
                 busy = max(busy, answers.busy if side in HEADRACE else 0.0)
-                show(arguments, f"{side} c{agents}: {answers.rate:.0f} requests/s")
+                if agents == 100:
+                    used[side].append(answers.cpu_ms)
+                show(
+                    arguments,
+                    f"{side} c{agents}: {answers.rate:.0f} requests/s, {answers.cpu_ms:.2f} ms CPU",
+                )
     for (side, agents), found in rates.items():
         metrics[f"rps_{side}_c{agents}"] = statistics.median(found)
     for agents in CONCURRENCIES if "litellm" in servers.peers else ():
@@ -251,6 +273,7 @@ def measure(servers: Servers, arguments: argparse.Namespace) -> dict[str, float]
         for side, suffix in HEADRACE.items():
             ratios = [a / b for a, b in zip(rates[side, agents], other, strict=True)]
             metrics[f"rps_ratio_vs_litellm_c{agents}{suffix}"] = statistics.median(ratios)
+    metrics |= {f"cpu_ms_{side}": statistics.median(found) for side, found in used.items()}
     metrics["load_busy"] = busy
     slowest = min(statistics.median(rates[side, 100]) for side in servers.sides)
     metrics["arrivals"] = arrivals = min(arguments.arrivals, slowest / 2)
@@ -328,7 +351,7 @@ def parse() -> argparse.Namespace:
         help="interpreter that has litellm[proxy]; left out unless given",
     )
     parser.add_argument("--turns", type=int, default=20, help="of a session")
-    parser.add_argument("--lines", type=int, default=14, help="of a tool result")
+    parser.add_argument("--lines", type=int, default=16, help="of a tool result")
     for name, *_ in SIZES:
         parser.add_argument(f"--{name.replace('_', '-')}", type=int)
     return fill_sizes(parser.parse_args(), SIZES)

@@ -103,6 +103,11 @@ class Peer:
             raise UserError(f"{self.name}: {method} failed: {answer['error']}")
         return answer
 
+    def cpu_s(self) -> float:
+        """CPU seconds it has used, in all its threads."""
+        fields = Path(f"/proc/{self._process.pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
     def close(self) -> None:
         """End it and everything it started. Safe to call twice."""
         self._signal(signal.SIGKILL)

@@ -25,17 +25,25 @@ class Plan:
         keys: one for each session, as many as will be needed.
         turns: of a session.
         lines: of a tool result.
+        series: see `AgentText`.
         limit: requests in all.
         think_s: mean of the time between an answer and the next request; 0 asks at once.
     """
 
     def __init__(
-        self, port: int, keys: list[str], turns: int, lines: int, limit: int, think_s: float
+        self,
+        port: int,
+        keys: list[str],
+        turns: int,
+        lines: int,
+        series: int,
+        limit: int,
+        think_s: float,
     ) -> None:
         self.port = port
         self.keys = iter(enumerate(keys))
         self.turns = turns
-        self.text = AgentText(lines)
+        self.text = AgentText(lines, series)
         self.think_s = think_s
         self.left = limit
         self.open = limit

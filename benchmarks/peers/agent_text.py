@@ -65,10 +65,12 @@ class AgentText:
 
     Args:
         lines: of each tool result.
+        series: other series have other texts, so that no cache knows them.
     """
 
-    def __init__(self, lines: int) -> None:
+    def __init__(self, lines: int, series: int) -> None:
         self._lines = lines
+        self._series = series
         self._text = _text_lines()
         first = [{"role": "system", "content": _SYSTEM}, {"role": "user", "content": _TASK}]
         opening = json.dumps(first, separators=(",", ":"))[:-1]
@@ -76,9 +78,9 @@ class AgentText:
 
     def result(self, session: int, turn: int) -> str:
         """The tool result that comes before turn `turn` >= 1."""
-        start = (session * 7919 + turn * 104_729) % (_LINES - self._lines)
+        start = (session * 7919 + turn * 104_729 + self._series * 1013) % (_LINES - self._lines)
         found = "\n".join(self._text[start : start + self._lines])
-        return f"{session} matches in turn {turn}\n{found}"
+        return f"run {self._series}, job {session}, step {turn}\n{found}"
 
     def added(self, session: int, turn: int) -> bytes:
         """What turn `turn` has after everything that turn `turn` - 1 sent; turn 0 has nothing."""

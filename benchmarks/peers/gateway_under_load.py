@@ -126,19 +126,16 @@ def main() -> None:
     server, engine = wait(start(given))
     opened = 0
 
-    def open_(ages: list[int], lines: int) -> dict[str, Any]:
+    def open_(ages: list[int], lines: int, series: int) -> dict[str, Any]:
         nonlocal opened
         check(server.gateway.counters, opened)
         opened = len(ages)
         engine.alone = True
-        keys = wait(open_sessions(server.gateway, ages, AgentText(lines)))
+        keys = wait(open_sessions(server.gateway, ages, AgentText(lines, series)))
         engine.alone = False
         return {"keys": keys, "port": server.port}
 
-    def used() -> dict[str, Any]:
-        return {"cpu_s": time.process_time()}
-
-    serve(given, {"open": open_, "used": used})
+    serve(given, {"open": open_})
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ import msgspec
 
 from headrace.gateway.context import ContextManager
 from headrace.gateway.history import History
+from headrace.gateway.transcript import Transcript
 from headrace.gateway.turn import Answer, ApiError, invalid
 
 KEPT_RESPONSES = 256
@@ -87,6 +88,7 @@ class Session:
         self.expires_at = None if limits.wall_s is None else time.monotonic() + limits.wall_s
         self.closed = False
         self.history = History()
+        self.transcript = Transcript()
         self.sampled_tokens = 0
         self.by_key: dict[str, Keyed] = {}
         self.running: dict[asyncio.Task[Any], list[str]] = {}
