@@ -46,6 +46,8 @@ def main() -> None:
         "LITELLM_MODE": "PRODUCTION",
         "LITELLM_LOCAL_MODEL_COST_MAP": "True",
         "LITELLM_TELEMETRY": "False",
+        # No keys to look up: less to do.
+        "LITELLM_DANGEROUSLY_PERMIT_WEAK_OR_UNSET_MASTER_KEY": "true",
     }
     # Installed for the peer's Python only.
     from litellm.proxy.proxy_cli import run_server  # pyright: ignore[reportMissingImports]
