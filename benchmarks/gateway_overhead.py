@@ -15,9 +15,9 @@ HTTP. That each call continued its session's, and was read as a tool call, is ch
 
 `rps_SIDE_cN` are requests a second with N agents that ask at once again (their medians over
 rounds), and `rps_ratio_vs_litellm_cN` of one round. Waiting is then all of their latency, so added
-latency is measured apart: agents that think, for an exponentially distributed time, so that all N
-together ask `arrivals` times a second, at most half of what the slowest side manages; one agent alone
-asks at once again. `added_p50_ms_cN` and `added_p99_ms_cN` are that quantile through a side less the
+latency is measured apart, with agents that think between their turns: requests arrive at random (a
+Poisson process), N agents in turn, `arrivals` times a second, at most half of what the slowest side
+manages with 100 agents; one agent alone asks at once again. `added_p50_ms_cN` and `added_p99_ms_cN` are that quantile through a side less the
 same quantile of `direct`.
 
 `history_exponent` is the slope of log added milliseconds over log tokens of history, of one agent
@@ -59,13 +59,13 @@ HEADRACE = {"headrace": "", "embedded": "_embedded"}
 START_S, ANSWER_S = 300.0, 600.0
 SIZES = [
     ("rounds", 1, 3),
-    ("requests_c1", 200, 1000),
-    ("requests_c100", 600, 3000),
+    ("requests_c1", 100, 1000),
+    ("requests_c100", 400, 3000),
     ("requests_c1000", 1000, 5000),
     ("arrivals", 100, 100),
     ("arrivals_s", 2, 10),
     ("long_turns", 100, 200),
-    ("histories", 5, 20),
+    ("histories", 2, 20),
 ]
 SHOWN_TURNS = (2, 5, 10, 20, 50, 100, 200)
 LITELLM_ENVIRONMENT = "HEADRACE_LITELLM_PYTHON"
@@ -161,14 +161,14 @@ class Servers:
             yield
 
     def ask(
-        self, side: str, agents: int, requests: int, *, think_s: float = 0.0, turns: int = 0
+        self, side: str, agents: int, requests: int, *, arrivals: float = 0.0, turns: int = 0
     ) -> Answers:
         """Let agents ask a side.
 
         Args:
             agents: sessions at once.
             requests: in all.
-            think_s: see `Plan`.
+            arrivals: see `Plan`.
             turns: of a session; 0 is the usual number, begun at all ages.
         """
         usual = self._arguments.turns
@@ -176,6 +176,8 @@ class Servers:
         text = {"lines": self._arguments.lines, "series": self._series}
         ages = [0 if turns else (i * usual // agents) % usual for i in range(agents)]
         draw.shuffle(ages)
+        if arrivals:  # nobody else will ask
+            ages[requests:] = [0] * len(ages[requests:])
         spare = requests // (turns or usual) + agents
         port, keys = self._ports[side], [f"sk-{i}" for i in range(agents + spare)]
         if side in HEADRACE:
@@ -193,7 +195,7 @@ class Servers:
                 keys=keys,
                 turns=turns or usual,
                 limit=requests,
-                think_s=think_s,
+                arrivals=arrivals,
                 **text,
             )
             used = server.cpu_s() - before
@@ -290,12 +292,12 @@ def measure_added(
         seen: dict[str, list[Answers]] = defaultdict(list)
         for number in range(arguments.rounds):
             for side in turned(servers.sides, number):
-                requests = arguments.requests_c1
-                think_s = 0.0
                 if agents > 1:
                     requests = round(arrivals * arguments.arrivals_s)
-                    think_s = agents / arrivals
-                seen[side].append(servers.ask(side, agents, requests, think_s=think_s))
+                    answers = servers.ask(side, agents, requests, arrivals=arrivals)
+                else:
+                    answers = servers.ask(side, agents, arguments.requests_c1)
+                seen[side].append(answers)
         for name, q in (("p50", 0.5), ("p99", 0.99)):
             found = {s: statistics.median(a.quantile(q) for a in seen[s]) for s in servers.sides}
             metrics[f"direct_{name}_ms_c{agents}"] = found["direct"]

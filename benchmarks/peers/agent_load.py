@@ -5,9 +5,11 @@ turn; after its last turn it goes on as another session with another key.
 """
 
 import asyncio
+import itertools
 import os
 import random
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import httptools
@@ -27,7 +29,7 @@ class Plan:
         lines: of a tool result.
         series: see `AgentText`.
         limit: requests in all.
-        think_s: mean of the time between an answer and the next request; 0 asks at once.
+        arrivals: a second, at random, sessions in turn; 0 asks again as soon as it is answered.
     """
 
     def __init__(
@@ -38,13 +40,13 @@ class Plan:
         lines: int,
         series: int,
         limit: int,
-        think_s: float,
+        arrivals: float,
     ) -> None:
         self.port = port
         self.keys = iter(enumerate(keys))
         self.turns = turns
         self.text = AgentText(lines, series)
-        self.think_s = think_s
+        self.arrivals = arrivals
         self.left = limit
         self.open = limit
         self.samples: list[tuple[int, float]] = []
@@ -68,6 +70,9 @@ class Session(asyncio.Protocol):
         self._plan = plan
         self._parser = httptools.HttpResponseParser(self)
         self._body = b""
+        self.waiting = 0
+        """Requests that are to be sent once the present one is answered."""
+        self._busy = False
         self._begin(age)
 
     def _begin(self, age: int) -> None:
@@ -88,24 +93,24 @@ class Session(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._plan.fail(f"a connection was closed ({exc})")
 
-    def send(self) -> None:
-        """Ask, if there is anything left to ask."""
+    def ask(self) -> None:
+        """Ask, now or when the present answer is there; if there is anything left to ask."""
         plan = self._plan
         if not plan.left:
             return
         plan.left -= 1
+        self.waiting += 1
+        if not self._busy:
+            self._send()
+
+    def _send(self) -> None:
+        plan = self._plan
+        self.waiting -= 1
+        self._busy = True
         end = plan.text.opening.end
         length = len(self._history) + len(end)
         self._sent = time.perf_counter()
         self._transport.write(b"%b%d\r\n\r\n%b%b" % (self._head, length, self._history, end))
-
-    def think(self) -> None:
-        """Ask after a while."""
-        if self._plan.think_s:
-            pause = self._plan.draw.expovariate(1 / self._plan.think_s)
-            asyncio.get_running_loop().call_later(pause, self.send)
-        else:
-            self.send()
 
     def data_received(self, data: bytes) -> None:
         self._parser.feed_data(data)
@@ -120,6 +125,7 @@ class Session(asyncio.Protocol):
             plan.fail(f"status {status}: {self._body[:300]!r}")
             return
         plan.samples.append((self._turn, time.perf_counter() - self._sent))
+        self._busy = False
         plan.open -= 1
         if not plan.open:
             plan.finished.set_result(None)
@@ -127,9 +133,20 @@ class Session(asyncio.Protocol):
         self._turn += 1
         if self._turn < plan.turns:
             self._history += plan.text.added(self._number, self._turn)
-        elif plan.left:
+        elif plan.left or self.waiting:
             self._begin(0)
-        self.think()
+        if self.waiting:
+            self._send()
+        elif not plan.arrivals:
+            self.ask()
+
+
+def arrive(plan: Plan, sessions: Iterator[Session]) -> None:
+    """Let the next session ask, and the one after it when its time comes."""
+    next(sessions).ask()
+    if plan.left:
+        pause = plan.draw.expovariate(plan.arrivals)
+        asyncio.get_running_loop().call_later(pause, arrive, plan, sessions)
 
 
 async def _run(ages: list[int], **plan: Any) -> dict[str, Any]:
@@ -143,8 +160,11 @@ async def _run(ages: list[int], **plan: Any) -> dict[str, Any]:
         sessions.append(session)
     began = time.perf_counter()
     busy = time.process_time()
-    for session in sessions:
-        session.think()
+    if shared.arrivals:
+        arrive(shared, itertools.cycle(sessions))
+    else:
+        for session in sessions:
+            session.ask()
     await asyncio.wait_for(shared.finished, _DEADLINE_S)
     seconds = time.perf_counter() - began
     busy = time.process_time() - busy

@@ -19,9 +19,11 @@ from lines import options, serve
 from headrace.engine.config import UpdatePolicy
 from headrace.engine.remote import HeadraceEngine
 from headrace.engine.types import GenerationRequest, GenerationResult, OnProgress
+from headrace.gateway import openai_chat
 from headrace.gateway.gateway import Gateway
-from headrace.gateway.openai_chat import ChatRequest
+from headrace.gateway.openai_chat import WireChatRequest
 from headrace.gateway.server import GatewayServer
+from headrace.gateway.sessions import Credentials
 from headrace.gateway.turn import decode
 from headrace.rollout.types import FinishReason, Span
 from headrace.tokens.library import LibraryRenderer
@@ -96,7 +98,10 @@ async def open_sessions(gateway: Gateway, ages: list[int], text: AgentText) -> l
         body = text.opening.head
         for turn in range(age):
             body += text.added(number, turn)
-            await gateway.chat(key, decode(body + text.opening.end, ChatRequest))
+            request = decode(body + text.opening.end, WireChatRequest)
+            shown = Credentials(api_key=key)
+            conversation = gateway.transcript(shown).read(bytes(request.messages))
+            await gateway.ask(shown, openai_chat.read(request, conversation))
         keys.append(key)
     return keys
 
