@@ -2,23 +2,24 @@
 
 An engine that answers at once with one tool call stands behind each side, in one process for all of
 them: as OpenAI endpoint behind LiteLLM's proxy (`--litellm-python`, one worker, no database, no
-logging), and as token-in token-out engine, with prompts as ids and a logprob for each sampled one,
-behind headrace's gateway. `_embedded` is headrace with such an engine in its own process, the
-default of a run. `direct` asks the engine's OpenAI endpoint itself. Sides take turns within a
-round. A server has one core to itself; the agents and the engine share another.
+keys, no logging), and as token-in token-out engine, with prompts as ids and a logprob for each
+sampled one, behind headrace's gateway. `embedded` is headrace with such an engine in its own
+process, the default of a run. `direct` asks the engine's OpenAI endpoint itself. Sides take turns
+within a round. A server has one core to itself; the agents and the engine share another.
 
 Agents keep one connection and one key for each session, and every turn appends the assistant's
-message with its tool call and a tool result of a few hundred tokens, other text each time. A session
-has 20 turns and is then followed by another. Sessions are of all ages from the beginning, so that
-every measurement is of the same mix of turns; headrace records those histories beforehand, without
-HTTP. That each call continued its session's, and was read as a tool call, is checked.
+message with its tool call and a tool result of a few hundred tokens, other text each time. A
+session has 20 turns and is then followed by another. Sessions are of all ages from the beginning,
+so that every measurement is of the same mix of turns; headrace records those histories beforehand,
+without HTTP. That each call continued its session's, and was read as a tool call, is checked.
 
-`rps_SIDE_cN` are requests a second with N agents that ask at once again (their medians over
-rounds), and `rps_ratio_vs_litellm_cN` of one round. Waiting is then all of their latency, so added
-latency is measured apart, with agents that think between their turns: requests arrive at random (a
-Poisson process), N agents in turn, `arrivals` times a second, at most half of what the slowest side
-manages with 100 agents; one agent alone asks at once again. `added_p50_ms_cN` and `added_p99_ms_cN` are that quantile through a side less the
-same quantile of `direct`.
+`rps_SIDE_cN` are requests a second with N agents that ask again at once, medians over rounds, and
+`rps_ratio_vs_litellm_cN` the median of one round's ratios. Waiting is then nearly all of their
+latency, so added latency is measured apart, with agents that think between their turns: requests
+arrive at random (a Poisson process), N agents in turn, `arrivals` times a second, at most half of
+what the slowest side manages with 100 agents; one agent alone asks again at once.
+`added_p50_ms_cN` and `added_p99_ms_cN` are that quantile through a side less the same quantile of
+`direct`.
 
 `history_exponent` is the slope of log added milliseconds over log tokens of history, of one agent
 from its second turn to its last, medians over sessions; `history_exponent_long` of sessions that go
@@ -26,8 +27,8 @@ on for more turns. 0 is a cost of the new tokens alone, 1 one of the history. `_
 engine that must be sent the whole prompt. `added_ms_turn_T` are what it is fitted to.
 
 `cpu_ms_SIDE` is CPU time of the side's server process per request, with 100 agents; of the stub's
-for `direct`. `direct` itself bounds what can be seen (`rps_direct_cN`); `load_busy` is the largest share of its
-core that the process of the agents used in a closed loop with headrace.
+for `direct`. `direct` itself bounds what can be seen (`rps_direct_cN`); `load_busy` is the largest
+share of its core that the process of the agents used in a closed loop with headrace.
 """
 
 import argparse

@@ -35,10 +35,11 @@ _SYSTEM = (
     "tests. Call the tool bash once in every answer until the task is done."
 )
 _TASK = "The command line tool ignores its --timeout option when it is 0. Find out why and fix it."
-_WORDS = (
-    "def return import self timeout request session None True value config parse error test "
-    "line path read write open close result assert raise with for in if else class"
-).split()
+_PROSE = (
+    "def return import self timeout request session None True value config parse error test line "
+    "path read write open close result assert raise with for in if else class"
+)
+_WORDS = _PROSE.split()
 _LINES = 4096
 _END = f'],"model":"headrace","max_tokens":64,"tools":[{json.dumps(TOOL)}]}}'.encode()
 

@@ -19,7 +19,9 @@ from lines import options
 def http_answer(body: dict[str, Any]) -> bytes:
     """A whole response."""
     data = json.dumps(body, separators=(",", ":")).encode()
-    head = f"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: {len(data)}\r\n\r\n"
+    head = (
+        f"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: {len(data)}\r\n\r\n"
+    )
     return head.encode() + data
 
 

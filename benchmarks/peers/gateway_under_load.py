@@ -56,9 +56,7 @@ class StubEngine:
     ) -> GenerationResult:
         if self._other is not None and not self.alone:
             return await self._other.generate(request, on_progress)
-        return GenerationResult(
-            request.id, self._spans, FinishReason.STOP, raw_logprobs=self._raw
-        )
+        return GenerationResult(request.id, self._spans, FinishReason.STOP, raw_logprobs=self._raw)
 
     async def abort(self, request_id: str) -> None:
         return
