@@ -11,6 +11,7 @@ import select
 import signal
 import subprocess
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -63,14 +64,24 @@ class Peer:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def wait_ready(self, timeout_s: float) -> None:
-        """Wait until it can be asked.
+    def wait_ready(self, timeout_s: float) -> dict[str, Any]:
+        """Wait until it can be asked; returns what it says of itself.
 
         Raises:
             UserError: it ended or took too long.
         """
-        self._read(timeout_s)
+        said = self._read(timeout_s)
         self._signal(signal.SIGSTOP)
+        return said
+
+    @contextlib.contextmanager
+    def awake(self) -> Iterator[None]:
+        """It runs meanwhile: a server that another peer asks."""
+        self._signal(signal.SIGCONT)
+        try:
+            yield
+        finally:
+            self._signal(signal.SIGSTOP)
 
     def ask(self, method: str, timeout_s: float, **arguments: Any) -> dict[str, Any]:
         """Its answer; it runs only meanwhile.
@@ -91,6 +102,11 @@ class Peer:
         if "error" in answer:
             raise UserError(f"{self.name}: {method} failed: {answer['error']}")
         return answer
+
+    def cpu_s(self) -> float:
+        """CPU seconds it has used, in all its threads."""
+        fields = Path(f"/proc/{self._process.pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
     def close(self) -> None:
         """End it and everything it started. Safe to call twice."""

@@ -11,6 +11,7 @@ import httpx
 import msgspec
 
 from headrace.engine.config import USER_ERROR
+from headrace.engine.http_exchange import ExchangePool
 from headrace.engine.server_process import ServerProcess
 from headrace.engine.types import EngineError
 from headrace.errors import UserError
@@ -77,6 +78,16 @@ class ServerClient:
         self.name = name
         self._server = server
         self._closed = False
+        self._pool: ExchangePool | None = None
+        if parsed.scheme == "http" and transport is None and not parsed.userinfo:
+            self._base_path = parsed.raw_path.decode("ascii").rstrip("/")
+            self._pool = ExchangePool(
+                parsed.host,
+                parsed.port or 80,
+                headers={"Authorization": f"Bearer {api_key}"} if api_key else {},
+                connections=connections,
+                connect_timeout_s=CONNECT_TIMEOUT_S,
+            )
         self._client = httpx.AsyncClient(
             base_url=self.url,
             headers={"Authorization": f"Bearer {api_key}"} if api_key else {},
@@ -88,6 +99,8 @@ class ServerClient:
     async def close(self) -> None:
         """Close all connections; open calls fail with CLOSED."""
         self._closed = True
+        if self._pool is not None:
+            await self._pool.close()
         await self._client.aclose()
 
     async def get(self, path: str, kind: type[T]) -> T:
@@ -143,7 +156,19 @@ class ServerClient:
             EngineError: CLOSED if the server cannot be reached or has ended, OVERLOADED, TOO_LONG
                 or INVALID if it refuses, FAILED for anything else.
         """
-        return await self._call("POST", path, body, params, timeout_s, headers)
+        if self._pool is None or params or headers:
+            return await self._call("POST", path, body, params, timeout_s, headers)
+        content = b"" if body is None else msgspec.json.encode(body)
+        kind = {} if body is None else {"Content-Type": "application/json"}
+        try:
+            response = await self._pool.post(
+                self._base_path + path, content, headers=kind, timeout_s=timeout_s
+            )
+        except (httpx.HTTPError, RuntimeError) as error:
+            raise self.lost(path, error) from error
+        if response.status >= 400:
+            raise self.refusal(path, response.status, response.content)
+        return response.content
 
     def read(self, path: str, content: bytes, kind: type[T]) -> T:
         """An answer's JSON.

@@ -125,19 +125,20 @@ class Answering:
             timeout_s = max(min(timeout_s, session.expires_at - time.monotonic()), 0.001)
         if request.listener is not None:
             request.listener.start(Start(request.response_id, int(started_at), len(prompt.ids)))
-        # What was sampled is recorded even if another answer failed: it was sampled.
-        outcomes = await asyncio.gather(
-            *(
-                self._one(request, prompt, ids[k], _nth(sampling, k), timeout_s, k, started_at)
-                for k in range(turn.n)
-            ),
-            return_exceptions=True,
-        )
-        answers = []
-        for outcome in outcomes:
-            if isinstance(outcome, BaseException):
-                raise outcome
-            answers.append(outcome)
+        ones = [
+            self._one(request, prompt, ids[k], _nth(sampling, k), timeout_s, k, started_at)
+            for k in range(turn.n)
+        ]
+        if len(ones) == 1:
+            answers = [await ones[0]]
+        else:
+            # What was sampled is recorded even if another answer failed: it was sampled.
+            outcomes = await asyncio.gather(*ones, return_exceptions=True)
+            answers = []
+            for outcome in outcomes:
+                if isinstance(outcome, BaseException):
+                    raise outcome
+                answers.append(outcome)
         if turn.messages:
             kept = [*turn.sent, openai_chat.message(answers[0])]
             session.remember(request.response_id, kept)

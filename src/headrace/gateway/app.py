@@ -146,12 +146,17 @@ def _entry(name: str) -> dict[str, Any]:
 
 
 def _read_chat(gateway: Gateway, credentials: Credentials, data: bytes) -> _Read:
-    body = decode(data, openai_chat.ChatRequest)
+    body = decode(data, openai_chat.WireChatRequest)
+    text = bytes(body.messages)
+    if not text.startswith(b"["):
+        decode(data, openai_chat.ChatRequest)  # says what is wrong, and where
+    transcript = gateway.transcript(_with_metadata(credentials, body.metadata))
+    turn = openai_chat.read(body, transcript.read(text))
     events = None
     if body.stream:
         counted = body.stream_options is not None and body.stream_options.include_usage
         events = openai_chat.Stream(gateway.shown(body.model), include_usage=counted)
-    return _Read(openai_chat.read(body), events, body.metadata)
+    return _Read(turn, events, body.metadata)
 
 
 def _read_completion(gateway: Gateway, credentials: Credentials, data: bytes) -> _Read:

@@ -30,6 +30,7 @@ from headrace.gateway.sessions import (
     Session,
     Sessions,
 )
+from headrace.gateway.transcript import Transcript
 from headrace.gateway.turn import (
     Answer,
     ApiError,
@@ -317,6 +318,14 @@ class Gateway:
         """
         with self._counting_errors():
             return self._find(credentials).conversation(response_id)
+
+    def transcript(self, credentials: Credentials) -> Transcript:
+        """Where bodies of the session that the credentials name are read; a new one without any."""
+        try:
+            session = self.admit(credentials)
+        except ApiError:
+            session = None  # refused, and counted, when it asks
+        return Transcript() if session is None else session.transcript
 
     def count(self, credentials: Credentials, turn: Turn) -> int:
         """Tokens of the prompt that a turn would have, were it rendered afresh.

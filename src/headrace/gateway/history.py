@@ -7,10 +7,11 @@ tokens made here.
 """
 
 import hashlib
+import operator
 import re
 from collections.abc import Callable, Sequence
 from enum import StrEnum
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -66,6 +67,17 @@ class Match(msgspec.Struct, frozen=True):
     fork: ForkReason | None
 
 
+class _Digested(NamedTuple):
+    """Messages, a digest of each of their non-empty prefixes, and the hash to go on with."""
+
+    messages: list[Message]
+    digests: list[bytes]
+    running: "hashlib._Hash"
+
+
+_NOTHING_DIGESTED = _Digested([], [], hashlib.blake2b(digest_size=16))
+_DIGESTED_KEPT = 4
+
 _encode = msgspec.json.Encoder(order="deterministic").encode
 
 
@@ -86,6 +98,7 @@ class History:
         self.calls: list[Call] = []
         """In index order."""
         self.normaliser = normaliser
+        self._digested: list[_Digested] = []
         self._by_messages: dict[bytes, list[Node]] = {}
         self._roots: set[bytes] = set()
         self._beginnings: set[bytes] = set()
@@ -100,18 +113,20 @@ class History:
         self._nodes.append(node)
         if not messages:
             return
-        digests = self._digests([*messages, node.answer])
-        self._by_messages.setdefault(digests[-1], []).append(node)
-        self._beginnings.add(digests[0])
+        before = self._digested_to(messages)
+        running = before.running.copy()
+        self._feed(running, node.answer)
+        self._by_messages.setdefault(running.digest(), []).append(node)
+        self._beginnings.add(before.digests[0])
         if node.call.parent_id is None:
-            self._roots.add(digests[-2])
+            self._roots.add(before.digests[-1])
 
     def match(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> Match:
         """The call with the longest history that `messages` continue with new messages only."""
         everything = list(messages)
         if not self.calls:
             return Match(None, everything, None)
-        digests = self._digests(messages)
+        digests = self._digested_to(messages).digests
         fork = ForkReason.REWRITTEN
         if digests[-1] in self._roots:
             fork = ForkReason.REPEATED
@@ -155,18 +170,36 @@ class History:
             found = self._by_path[length].get(running.copy().digest(), found)
         return found
 
-    def _digests(self, messages: Sequence[Message]) -> list[bytes]:
-        """A digest of every non-empty prefix of `messages`."""
-        running = hashlib.blake2b(digest_size=16)
-        digests: list[bytes] = []
-        for message in messages:
-            if self.normaliser is not None:
-                message = self.normaliser(message)
-            part = identity(message)
-            running.update(len(part).to_bytes(8, "little"))
-            running.update(part)
+    def _digested_to(self, messages: Sequence[Message]) -> "_Digested":
+        """A digest of every non-empty prefix of `messages`.
+
+        Those of objects that were digested before are remembered: only new messages cost.
+        """
+        known = _NOTHING_DIGESTED
+        for other in self._digested:
+            count = len(other.messages)
+            if len(known.messages) < count <= len(messages) and all(
+                map(operator.is_, other.messages, messages)
+            ):
+                known = other
+        running, digests = known.running.copy(), list(known.digests)
+        for message in messages[len(digests) :]:
+            self._feed(running, message)
             digests.append(running.copy().digest())
-        return digests
+        if len(digests) == len(known.digests):
+            return known
+        # What is longer takes the place of what it continues.
+        self._digested = [other for other in self._digested if other is not known]
+        found = _Digested(list(messages), digests, running)
+        self._digested = [*self._digested[1 - _DIGESTED_KEPT :], found]
+        return found
+
+    def _feed(self, running: "hashlib._Hash", message: Message) -> None:
+        if self.normaliser is not None:
+            message = self.normaliser(message)
+        part = identity(message)
+        running.update(len(part).to_bytes(8, "little"))
+        running.update(part)
 
 
 def ignore_lines(patterns: Sequence[str]) -> Callable[[Message], Message]:

@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 
+from headrace.gateway.transcript import Conversation
 from headrace.gateway.turn import (
     Answer,
     ApiError,
@@ -64,8 +65,17 @@ class ChatRequest(msgspec.Struct, frozen=True, kw_only=True):
     metadata: dict[str, Any] | None = None
 
 
-def read(request: ChatRequest) -> Turn:
+class WireChatRequest(ChatRequest, frozen=True, kw_only=True):
+    """The same with its messages as they stand in the body."""
+
+    messages: msgspec.Raw  # type: ignore[assignment]  # read by a `Transcript`
+
+
+def read(request: ChatRequest, conversation: Conversation | None = None) -> Turn:
     """Check a request.
+
+    Args:
+        conversation: its messages, where they are read already.
 
     Raises:
         ApiError: 400, naming the parameter, its value and what to send instead.
@@ -99,7 +109,8 @@ def read(request: ChatRequest) -> Turn:
     thinking = (request.chat_template_kwargs or {}).get("enable_thinking")
     budget = (request.chat_template_kwargs or {}).get("thinking_budget")
     return new_turn(
-        request.messages,
+        request.messages if conversation is None else conversation.sent,
+        messages=None if conversation is None else conversation.messages,
         tools=request.tools or (),
         n=1 if request.n is None else request.n,
         wish=wish,

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from headrace.gateway.context import ContextManager
 from headrace.gateway.history import History
+from headrace.gateway.transcript import Transcript
 from headrace.gateway.turn import Answer, ApiError, invalid
 from headrace.rollout.types import Call, SessionLimits
 
@@ -77,6 +78,7 @@ class Session:
         self.history = History()
         self.calls: list[Call] = []
         """Recorded, of all models, in index order."""
+        self.transcript = Transcript()
         self.sampled_tokens = 0
         self.exceeded: str | None = None
         """Code of the limit that refused the last request; None after one that was let through."""

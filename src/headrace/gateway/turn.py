@@ -157,6 +157,7 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True):
 def new_turn(
     sent: list[dict[str, Any]],
     *,
+    messages: list[Message] | None = None,
     tools: Sequence[dict[str, Any]] = (),
     n: int = 1,
     wish: Wish,
@@ -166,6 +167,9 @@ def new_turn(
     thinking_budget: int | None = None,
 ) -> Turn:
     """A checked turn of a conversation.
+
+    Args:
+        messages: `sent`, normalised, where that is done already.
 
     Raises:
         ApiError: 400.
@@ -177,7 +181,8 @@ def new_turn(
             f"a thinking budget of {thinking_budget} is negative; send 0 or more", param="thinking"
         )
     try:
-        messages = normalise(sent)
+        if messages is None:
+            messages = normalise(sent)
         check_tools(tools)
     except ValueError as error:
         raise invalid(str(error), param="messages") from error

@@ -46,8 +46,9 @@ class Ledger(ProgressRecord):
 
     def __init__(self, store: Store, *, clock: Callable[[], float] = time.time) -> None:
         super().__init__(store, clock=clock)
-        # Messages of calls of open sessions as stored, so that a child stores only what is new.
-        self._messages: dict[int, dict[str, list[bytes]]] = {}
+        # Messages of calls of open sessions, and as stored: a child stores only what is new, and
+        # what the gateway knows to be the very same object is not written out to see that.
+        self._messages: dict[int, dict[str, tuple[list[dict[str, Any]], list[bytes]]]] = {}
         self._tools: dict[bytes, int] = {}
 
     @classmethod
@@ -186,15 +187,21 @@ class Ledger(ProgressRecord):
                     f"{taken[0]} is already recorded in its place"
                 )
             cache = self._messages.setdefault(session, {}) if outcome is None else {}
+            seen: list[dict[str, Any]] = []
             parent: list[bytes] = []
             if call.parent_id is not None:
                 if call.parent_id in cache:
-                    parent = cache[call.parent_id]
+                    seen, parent = cache[call.parent_id]
                 elif not self._row(
                     "SELECT 1 FROM calls WHERE id = ? AND session = ?", call.parent_id, session
                 ):
                     raise ValueError(f"call {call.id} names unknown parent {call.parent_id}")
-            messages = encode_messages(call.messages)
+            same = 0
+            for own, other in zip(call.messages, seen, strict=False):
+                if own is not other:
+                    break
+                same += 1
+            messages = [*parent[:same], *encode_messages(call.messages[same:])]
             late = outcome is not None
             own = call.model is None
             reason = None
@@ -225,7 +232,7 @@ class Ledger(ProgressRecord):
                     encode_call(call, messages, parent),
                 ),
             )
-            cache[call.id] = messages
+            cache[call.id] = (call.messages, messages)
 
     def finish(
         self,

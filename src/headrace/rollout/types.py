@@ -123,7 +123,8 @@ class Call(msgspec.Struct, frozen=True):
         parent_id: the call whose path is a true prefix of this prompt, or None for a fork or root.
         fork_reason: why there is no parent although the session already had calls; None otherwise.
         idempotency_key: the client's retry key, if any; one key generates once.
-        messages: what the client sent, as JSON-compatible objects.
+        messages: what the client sent, as JSON-compatible objects; calls of one session may share
+            them, so they are never changed.
         tools: OpenAI tool specifications the client sent.
         renderer_id: which renderer turned messages into tokens.
         prompt_delta: ids the renderer added after the parent's path.

@@ -261,18 +261,22 @@ class LibraryRenderer:
         tools: Sequence[dict[str, Any]],
     ) -> list[int] | None:
         closing: list[int] = []
-        prompt, completion = list(prompt_ids), list(completion_ids)
+        prompt, completion = prompt_ids, list(completion_ids)
         reader = self.reader(prompt_ids, ())
         end = self.think_end_id
         if isinstance(reader, TaggedReader) and end is not None:
             # Where thinking stands is known better here. The library, which looks for it in all
             # of them once more, is shown the end of the prompt and a completion in which it ended.
             stop = completion[-1:] if completion and completion[-1] in self.stop_ids else []
-            reader.feed(completion)
-            if reader.thinks and stop:
+            thinks = False
+            if not self._reading.has_ended_thinking(completion):
+                reader.feed(completion)
+                thinks = reader.thinks
+            if thinks and stop:
                 return None  # ids that end thinking would have to stand before a held one
-            closing = list(self._thinking_end) if reader.thinks else []
-            prompt, completion = prompt[-_TAIL:], [end, *stop]
+            closing = list(self._thinking_end) if thinks else []
+            prompt, completion = prompt_ids[-_TAIL:], [end, *stop]
+        prompt = list(prompt)
         held = [*prompt, *completion]
         try:
             bridged = self._renderer.bridge_to_next_turn(

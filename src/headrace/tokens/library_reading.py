@@ -124,6 +124,17 @@ class LibraryReading:
                 return False
         return False
 
+    def has_ended_thinking(self, ids: Sequence[int]) -> bool:
+        """Whether a completion certainly ended its thinking, seen without reading it.
+
+        False where only a reader can tell. Here tags are always single ids: after the one that ends
+        thinking, a message is outside of it until the next one that begins it.
+        """
+        if self.think_end_id is None or self.think_end_id not in ids:
+            return False
+        last = len(ids) - 1 - ids[::-1].index(self.think_end_id)
+        return self.think_id not in ids[last + 1 :]
+
     def holds_thinking(self, ids: Sequence[int]) -> bool:
         """Whether there is thinking with any text in it."""
         at = -1

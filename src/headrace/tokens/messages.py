@@ -32,15 +32,19 @@ _encode = msgspec.json.Encoder(order="deterministic").encode
 _decode = msgspec.json.Decoder().decode
 
 
-def normalise(messages: Sequence[Any]) -> list[Message]:
+def normalise(messages: Sequence[Any], first: int = 0) -> list[Message]:
     """Check `messages` and keep what reaches the model.
+
+    Args:
+        messages: of a conversation, or its end.
+        first: place of the first of them in the conversation, for messages.
 
     Raises:
         ValueError: a message cannot be rendered; the text names its place, value and remedy.
     """
     if not messages:
         raise ValueError("messages is empty; send at least one message")
-    return [_normalise_one(message, f"messages[{i}]") for i, message in enumerate(messages)]
+    return [_normalise_one(message, f"messages[{first + i}]") for i, message in enumerate(messages)]
 
 
 def _normalise_one(message: Any, place: str) -> Message:
