@@ -51,6 +51,11 @@ class Saying:
     def shown(self, name):
         return self.model
 
+    def transcript(self, credentials):
+        from headrace.gateway.transcript import Transcript
+
+        return Transcript()
+
     async def ask(self, credentials, turn, *, idempotency_key=None, listener=None):
         from headrace.gateway.turn import Answer, ToolCall, Usage
 
