@@ -10,8 +10,9 @@ within a round. A server has one core to itself; the agents and the engine share
 Agents keep one connection and one key for each session, and every turn appends the assistant's
 message with its tool call and a tool result of a few hundred tokens, other text each time. A
 session has 20 turns and is then followed by another. Sessions are of all ages from the beginning,
-so that every measurement is of the same mix of turns; headrace records those histories beforehand,
-without HTTP. That each call continued its session's, and was read as a tool call, is checked.
+so that every measurement is of the same mix of turns (`--quick`: of 1,000 only a fifth, the others
+are at their first); headrace records those histories beforehand, without HTTP. That each call
+continued its session's, and was read as a tool call, is checked.
 
 `rps_SIDE_cN` are requests a second with N agents that ask again at once, medians over rounds, and
 `rps_ratio_vs_litellm_cN` the median of one round's ratios. Waiting is then nearly all of their
@@ -63,6 +64,7 @@ SIZES = [
     ("requests_c1", 100, 1000),
     ("requests_c100", 400, 3000),
     ("requests_c1000", 1000, 5000),
+    ("aged_c1000", 0.2, 1.0),
     ("arrivals", 100, 100),
     ("arrivals_s", 2, 10),
     ("long_turns", 100, 200),
@@ -177,6 +179,9 @@ class Servers:
         text = {"lines": self._arguments.lines, "series": self._series}
         ages = [0 if turns else (i * usual // agents) % usual for i in range(agents)]
         draw.shuffle(ages)
+        if agents >= 1000 and not arrivals:  # making their histories takes longest
+            aged = self._arguments.aged_c1000
+            ages = [age if draw.random() < aged else 0 for age in ages]
         if arrivals:  # nobody else will ask
             ages[requests:] = [0] * len(ages[requests:])
         spare = requests // (turns or usual) + agents
@@ -355,8 +360,8 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument("--turns", type=int, default=20, help="of a session")
     parser.add_argument("--lines", type=int, default=16, help="of a tool result")
-    for name, *_ in SIZES:
-        parser.add_argument(f"--{name.replace('_', '-')}", type=int)
+    for name, _, full in SIZES:
+        parser.add_argument(f"--{name.replace('_', '-')}", type=type(full))
     return fill_sizes(parser.parse_args(), SIZES)
 
 

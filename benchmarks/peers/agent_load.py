@@ -69,6 +69,7 @@ class Session(asyncio.Protocol):
     def __init__(self, plan: Plan, age: int) -> None:
         self._plan = plan
         self._parser = httptools.HttpResponseParser(self)
+        self._transport: Any = None
         self._body = b""
         self.waiting = 0
         """Requests that are to be sent once the present one is answered."""
@@ -88,10 +89,31 @@ class Session(asyncio.Protocol):
         ).encode()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport: Any = transport
+        self._transport = transport
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._plan.fail(f"a connection was closed ({exc})")
+        self._transport = None
+        if self._busy:
+            self._plan.fail(f"a connection was closed ({exc})")
+
+    async def connect(self) -> None:
+        """Open the connection, at first or after the server closed it when it was idle."""
+        loop = asyncio.get_running_loop()
+        await loop.create_connection(lambda: self, "127.0.0.1", self._plan.port)
+
+    async def _send_anew(self) -> None:
+        try:
+            await self.connect()
+        except OSError as error:
+            self._plan.fail(f"no connection: {error}")
+        else:
+            self._write()
+
+    def close(self) -> None:
+        """Let go of the connection."""
+        self._busy = False
+        if self._transport is not None:
+            self._transport.abort()
 
     def ask(self) -> None:
         """Ask, now or when the present answer is there; if there is anything left to ask."""
@@ -104,12 +126,19 @@ class Session(asyncio.Protocol):
             self._send()
 
     def _send(self) -> None:
-        plan = self._plan
         self.waiting -= 1
         self._busy = True
+        self._sent = time.perf_counter()
+        if self._transport is None:
+            self._parser = httptools.HttpResponseParser(self)
+            self._anew = asyncio.create_task(self._send_anew())
+        else:
+            self._write()
+
+    def _write(self) -> None:
+        plan = self._plan
         end = plan.text.opening.end
         length = len(self._history) + len(end)
-        self._sent = time.perf_counter()
         self._transport.write(b"%b%d\r\n\r\n%b%b" % (self._head, length, self._history, end))
 
     def data_received(self, data: bytes) -> None:
@@ -151,13 +180,9 @@ def arrive(plan: Plan, sessions: Iterator[Session]) -> None:
 
 async def _run(ages: list[int], **plan: Any) -> dict[str, Any]:
     shared = Plan(**plan)
-    loop = asyncio.get_running_loop()
-    sessions: list[Any] = []
-    for age in ages:
-        _, session = await loop.create_connection(
-            lambda age=age: Session(shared, age), "127.0.0.1", shared.port
-        )
-        sessions.append(session)
+    sessions = [Session(shared, age) for age in ages]
+    for session in sessions:
+        await session.connect()
     began = time.perf_counter()
     busy = time.process_time()
     if shared.arrivals:
@@ -169,7 +194,7 @@ async def _run(ages: list[int], **plan: Any) -> dict[str, Any]:
     seconds = time.perf_counter() - began
     busy = time.process_time() - busy
     for session in sessions:
-        session._transport.abort()
+        session.close()
     return {
         "seconds": seconds,
         "busy": busy / seconds,
