@@ -72,7 +72,7 @@ class _Digested(NamedTuple):
 
     messages: list[Message]
     digests: list[bytes]
-    running: "hashlib._Hash"
+    running: "hashlib.blake2b"
 
 
 _NOTHING_DIGESTED = _Digested([], [], hashlib.blake2b(digest_size=16))
@@ -194,7 +194,7 @@ class History:
         self._digested = [*self._digested[1 - _DIGESTED_KEPT :], found]
         return found
 
-    def _feed(self, running: "hashlib._Hash", message: Message) -> None:
+    def _feed(self, running: "hashlib.blake2b", message: Message) -> None:
         if self.normaliser is not None:
             message = self.normaliser(message)
         part = identity(message)
