@@ -9,15 +9,14 @@ import contextlib
 import itertools
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Protocol
 
 import msgspec
 
 from headrace.cluster.types import Cluster
 from headrace.engine.client import ProcessEngine
-from headrace.engine.config import EngineConfig, UpdatePolicy
+from headrace.engine.config import EngineConfig
 from headrace.engine.split import SplitEngine
-from headrace.engine.types import EngineClient, EngineError
+from headrace.engine.types import EngineClient, EngineError, PolicyEngine
 from headrace.errors import UserError
 from headrace.model.config import ModelConfig
 from headrace.recipe import NamedModelTable, Recipe
@@ -73,36 +72,23 @@ def divide(cores: tuple[int, ...], parts: int) -> tuple[tuple[int, ...], ...]:
 def engine_words(cores: Placement) -> str:
     """Where engines run, for people."""
     if cores.prefill:
-        return f"engine on cores {_list(cores.engine)}, prompts on cores {_list(cores.prefill)}"
+        sampling, prompts = core_list(cores.engine), core_list(cores.prefill)
+        return f"engine on cores {sampling}, prompts on cores {prompts}"
     if cores.replicas == 1:
-        return f"engine on cores {_list(cores.engine)}"
+        return f"engine on cores {core_list(cores.engine)}"
     if len(cores.engine) < cores.replicas:
         shared = "core" if len(cores.engine) == 1 else "cores"
         return (
-            f"{cores.replicas} engine replicas share {shared} {_list(cores.engine)}, one thread "
-            "each: fewer cores than replicas, so they slow each other down"
+            f"{cores.replicas} engine replicas share {shared} {core_list(cores.engine)}, one "
+            "thread each: fewer cores than replicas, so they slow each other down"
         )
-    shares = " | ".join(map(_list, cores.shares()))
+    shares = " | ".join(map(core_list, cores.shares()))
     return f"{cores.replicas} engine replicas on cores {shares}"
 
 
-def _list(cores: tuple[int, ...]) -> str:
+def core_list(cores: tuple[int, ...]) -> str:
+    """Core numbers, for people."""
     return ", ".join(map(str, cores))
-
-
-class PolicyEngine(EngineClient, Protocol):
-    """What a run trains: an engine, or several as one, that takes its weights from a trainer."""
-
-    async def load_weights(
-        self,
-        path: str,
-        version: int,
-        policy: UpdatePolicy = "continue",
-        *,
-        checkpoint: str | None = None,
-    ) -> None:
-        """See `ProcessEngine.load_weights`."""
-        ...
 
 
 class NamedModel(msgspec.Struct, frozen=True):

@@ -17,7 +17,7 @@ from typing import Any
 
 from headrace.cluster.local import LocalCluster
 from headrace.cluster.types import WorkerDied, WorkerFailure
-from headrace.engines import engine_words
+from headrace.engines import core_list, engine_words
 from headrace.errors import UserError
 from headrace.observe.live import LiveView
 from headrace.observe.machine import describe_machine
@@ -80,12 +80,12 @@ def plan(recipe: Recipe) -> list[str]:
     lines = [
         f"recipe {recipe.name}, seed {recipe.seed}",
         f"model: {source}, renderer {recipe.model.renderer}",
-        f"{engine_words(cores)}, trainer on cores {_list(cores.trainer)}",
+        f"{engine_words(cores)}, trainer on cores {core_list(cores.trainer)}",
     ]
     for name, table in recipe.models.items():
         _check_model_path(f"models.{name}.path", table.path)
         shared = "" if table.cores else " (the engine's)"
-        lines.append(f"model {name}: {table.path} on cores {_list(cores.models[name])}{shared}")
+        lines.append(f"model {name}: {table.path} on cores {core_list(cores.models[name])}{shared}")
     if recipe.cluster.trainer_ranks > 1:
         lines.append(f"language stages train with {recipe.cluster.trainer_ranks} ranks")
     if recipe.evaluation is not None:
@@ -452,7 +452,3 @@ def _measurements(table: MeasureTable) -> list[str]:
     if table.format_examples:
         parts.append(f"chat format of {table.format_examples} turns")
     return parts
-
-
-def _list(cores: tuple[int, ...]) -> str:
-    return ", ".join(map(str, cores))

@@ -11,14 +11,15 @@ from typing import Any
 
 from headrace.cluster.local import LocalCluster, available_cores
 from headrace.cluster.types import Cluster
-from headrace.engines import NamedModel, Placement, PolicyEngine, open_models, open_policy
+from headrace.engine.types import PolicyEngine
+from headrace.engines import NamedModel, Placement, open_models, open_policy
 from headrace.errors import UserError
 from headrace.gateway.context import ContextPolicy
 from headrace.gateway.gateway import Gateway
 from headrace.gateway.history import ignore_lines
 from headrace.gateway.server import GatewayServer
 from headrace.recipe import Recipe
-from headrace.recipe.tables import GatewayTable, SessionTable
+from headrace.recipe.tables import GatewayTable
 from headrace.rollout.ledger import Ledger
 from headrace.rollout.router import Router
 from headrace.rollout.runner import RolloutRunner
@@ -188,7 +189,7 @@ async def open_system(
             base_url=server.base_url,
             model=recipe.name,
             models=tuple(models),
-            limits=_session_limits(recipe.session),
+            limits=SessionLimits(**recipe.session.model_dump()),
             max_tokens=recipe.rollout.max_tokens,
             max_turns=recipe.rollout.max_turns,
             timeout_s=recipe.rollout.timeout_s,
@@ -202,16 +203,6 @@ async def open_system(
             runner=runner,
             renderer=renderer,
         )
-
-
-def _session_limits(table: SessionTable) -> SessionLimits:
-    return SessionLimits(
-        calls=table.calls,
-        sampled_tokens=table.sampled_tokens,
-        context=table.context,
-        wall_s=table.wall_s,
-        concurrent=table.concurrent,
-    )
 
 
 def _gateway_options(table: GatewayTable, renderer: ChatRenderer) -> dict[str, Any]:

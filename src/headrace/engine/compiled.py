@@ -339,10 +339,10 @@ class StepBuffers:
     def __init__(self, rows: int, sequences: int, longest: int, block_tokens: int) -> None:
         self._ids = np.zeros(rows, dtype=np.int64)
         self._positions = np.zeros(rows, dtype=np.int64)
-        self._owners = np.arange(rows, dtype=np.int64)
+        self._owners = np.zeros(rows, dtype=np.int64)
         self._starts = np.zeros(sequences, dtype=np.int64)
-        self._counts = np.ones(sequences, dtype=np.int64)
-        self._asked = np.arange(sequences, dtype=np.int64)
+        self._counts = np.zeros(sequences, dtype=np.int64)
+        self._asked = np.zeros(sequences, dtype=np.int64)
         self._tables = np.full((sequences, -(-longest // block_tokens)), -1, dtype=np.int32)
         # What is written of each row of the tables: a sequence's own list, and how many of it.
         self._blocks: list[list[int]] = [[] for _ in range(sequences)]

@@ -21,11 +21,11 @@ from headrace.engine.client import ANSWER_GRACE_S
 from headrace.engine.config import UpdatePolicy
 from headrace.engine.handover import HandoverFiles, Prefilled
 from headrace.engine.types import (
-    EngineClient,
     EngineError,
     GenerationRequest,
     GenerationResult,
     OnProgress,
+    PolicyEngine,
 )
 from headrace.errors import UserError
 from headrace.rollout.types import FinishReason
@@ -35,24 +35,13 @@ MIN_TOKENS = 64
 _FALLS_BACK = (EngineError.CLOSED, EngineError.FAILED)
 
 
-class RoleEngine(EngineClient, Protocol):
+class RoleEngine(PolicyEngine, Protocol):
     """One of the two: an `EngineWorker`'s client."""
 
     async def start(self) -> None: ...
 
     async def ask(self, method: str, payload: dict[str, Any], timeout_s: float) -> Any:
         """See `WorkerClient.ask`."""
-        ...
-
-    async def load_weights(
-        self,
-        path: str,
-        version: int,
-        policy: UpdatePolicy = "continue",
-        *,
-        checkpoint: str | None = None,
-    ) -> None:
-        """See `ProcessEngine.load_weights`."""
         ...
 
 

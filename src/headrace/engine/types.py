@@ -278,3 +278,18 @@ class EngineClient(Protocol):
     async def close(self) -> None:
         """Let go of the engine. Open requests fail with CLOSED. Safe to repeat."""
         ...
+
+
+class PolicyEngine(EngineClient, Protocol):
+    """What a run trains: an engine, or several as one, that takes its weights from a trainer."""
+
+    async def load_weights(
+        self,
+        path: str,
+        version: int,
+        policy: UpdatePolicy = "continue",
+        *,
+        checkpoint: str | None = None,
+    ) -> None:
+        """See `ProcessEngine.load_weights`."""
+        ...

@@ -15,6 +15,7 @@ from fastapi import FastAPI
 from starlette.requests import Request
 from starlette.responses import Response
 
+from headrace.gateway.app import json_response, read_body
 from headrace.gateway.gateway import Gateway
 from headrace.gateway.openai_chat import error_body
 from headrace.gateway.turn import ApiError, decode, invalid
@@ -57,7 +58,7 @@ def add_admin_routes(app: FastAPI, gateway: Gateway, admin_key: str) -> None:
     closed: OrderedDict[str, Session] = OrderedDict()
 
     async def create(request: Request) -> dict[str, Any]:
-        body = decode(await _body(request), _Open)
+        body = decode(await read_body(request, MAX_BODY_BYTES), _Open)
         name = body.session or f"{body.group}-{secrets.token_hex(6)}"
         for field, value in (("task", body.task), ("group", body.group), ("session", name)):
             if not _NAME.fullmatch(value):
@@ -85,7 +86,7 @@ def add_admin_routes(app: FastAPI, gateway: Gateway, admin_key: str) -> None:
 
     async def close(request: Request) -> dict[str, Any]:
         name = request.path_params["session"]
-        body = decode(await _body(request), _Close)
+        body = decode(await read_body(request, MAX_BODY_BYTES), _Close)
         if name not in opened:
             state = "closed already" if name in closed else "unknown"
             raise ApiError(404, "session_not_found", f"session {name!r} is {state}")
@@ -123,9 +124,9 @@ def add_admin_routes(app: FastAPI, gateway: Gateway, admin_key: str) -> None:
                     key.strip().encode(), admin_key.encode()
                 ):
                     raise ApiError(401, "invalid_admin_key", "send the admin key as bearer token")
-                return _json(await answer(request), 200)
+                return json_response(await answer(request))
             except ApiError as error:
-                return _json(error_body(error), error.status)
+                return json_response(error_body(error), error.status)
 
         return endpoint
 
@@ -146,17 +147,3 @@ def _summary(session: Session) -> dict[str, Any]:
         "calls": len(session.calls),
         "sampled_tokens": sum(len(call.output_ids) for call in session.policy_calls),
     }
-
-
-def _json(value: dict[str, Any], status: int) -> Response:
-    return Response(msgspec.json.encode(value), status, media_type="application/json")
-
-
-async def _body(request: Request) -> bytes:
-    """The body, bounded."""
-    data = b""
-    async for chunk in request.stream():
-        data += chunk
-        if len(data) > MAX_BODY_BYTES:
-            raise ApiError(413, "body_too_large", f"send at most {MAX_BODY_BYTES} bytes")
-    return data

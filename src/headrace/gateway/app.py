@@ -77,10 +77,10 @@ def create_app(gateway: Gateway) -> FastAPI:
     async def count_tokens(request: Request) -> Response:
         try:
             credentials = _credentials(request)
-            body = decode(await _body(request), anthropic_messages.MessagesRequest)
+            body = decode(await read_body(request), anthropic_messages.MessagesRequest)
             credentials = _with_metadata(credentials, body.metadata)
             turn = anthropic_messages.read(body, counting=True)
-            return _json(anthropic_messages.count_body(gateway.count(credentials, turn)))
+            return json_response(anthropic_messages.count_body(gateway.count(credentials, turn)))
         except ApiError as error:
             return _refuse(error, anthropic_messages.error_body)
         except ClientDisconnect:
@@ -91,14 +91,14 @@ def create_app(gateway: Gateway) -> FastAPI:
         names = gateway.models
         if name is None:
             listed = {"first_id": names[0], "last_id": names[-1], "has_more": False}
-            return _json({"object": "list", "data": [_entry(n) for n in names], **listed})
+            return json_response({"object": "list", "data": [_entry(n) for n in names], **listed})
         if name not in names:
             missing = f"model {name!r} is not served here; use one of {', '.join(names)}"
             return _refuse(ApiError(404, "model_not_found", missing), _shape_of(request))
-        return _json(_entry(name))
+        return json_response(_entry(name))
 
     async def health(request: Request) -> Response:
-        return _json({"status": "ok", "weight_version": gateway.weight_version})
+        return json_response({"status": "ok", "weight_version": gateway.weight_version})
 
     routes: dict[str, tuple[Any, str]] = {
         "/v1/chat/completions": (_endpoint(gateway, _CHAT), "POST"),
@@ -212,11 +212,11 @@ def _endpoint(gateway: Gateway, api: _Api) -> Callable[[Request], Any]:
                     f"Idempotency-Key has {len(key)} characters; send at most {MAX_KEY_CHARACTERS}"
                 )
             credentials = _credentials(request)
-            read = api.read(gateway, credentials, await _body(request))
+            read = api.read(gateway, credentials, await read_body(request))
             credentials = _with_metadata(credentials, read.metadata)
             if read.events is None:
                 answers = await gateway.ask(credentials, read.turn, idempotency_key=key)
-                return _json(api.write(answers, gateway.shown(read.turn.model)))
+                return json_response(api.write(answers, gateway.shown(read.turn.model)))
             return await _stream(gateway, credentials, read.turn, read.events, key)
         except ApiError as error:
             return _refuse(error, api.error_body)
@@ -311,7 +311,8 @@ def _sse(events: list[Event]) -> bytes:
 # -- bodies and keys ----------------------------------------------------------------------------
 
 
-def _json(value: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+def json_response(value: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    """An answer with a JSON body."""
     return Response(
         _encode(value), status_code=status, media_type="application/json", headers=headers
     )
@@ -321,7 +322,7 @@ def _refuse(error: ApiError, shape: Callable[[ApiError], dict[str, Any]]) -> Res
     headers = None
     if error.retry_after_s is not None:
         headers = {"Retry-After": f"{error.retry_after_s:.0f}"}
-    return _json(shape(error), error.status, headers)
+    return json_response(shape(error), error.status, headers)
 
 
 def _credentials(request: Request) -> Credentials:
@@ -343,15 +344,19 @@ def _with_metadata(credentials: Credentials, metadata: dict[str, Any] | None) ->
     return credentials
 
 
-async def _body(request: Request) -> bytes:
-    """The body, bounded."""
+async def read_body(request: Request, most: int = MAX_BODY_BYTES) -> bytes:
+    """The body, of at most so many bytes.
+
+    Raises:
+        ApiError: 413, it is larger.
+    """
     chunks: list[bytes] = []
     size = 0
     async for chunk in request.stream():
         size += len(chunk)
-        if size > MAX_BODY_BYTES:
+        if size > most:
             raise ApiError(
-                413, "body_too_large", f"the body is larger than {MAX_BODY_BYTES} bytes; shorten it"
+                413, "body_too_large", f"the body is larger than {most} bytes; shorten it"
             )
         chunks.append(chunk)
     return b"".join(chunks)

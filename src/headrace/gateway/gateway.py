@@ -24,7 +24,6 @@ from headrace.gateway.context import ContextManager, ContextPolicy
 from headrace.gateway.prompts import Mode, render
 from headrace.gateway.request import ClientRequest
 from headrace.gateway.sessions import (
-    LIMIT_CODES,
     Credentials,
     Keyed,
     Session,
@@ -41,7 +40,7 @@ from headrace.gateway.turn import (
     convert,
     invalid,
 )
-from headrace.rollout.types import Call, SessionLimits
+from headrace.rollout.types import LIMIT_WORDS, Call, SessionLimits
 from headrace.tokens.messages import Message
 from headrace.tokens.renderer import ChatRenderer
 from headrace.tokens.thinking import (
@@ -478,7 +477,7 @@ def _noting_limits(session: Session | None) -> Iterator[None]:
     try:
         yield
     except ApiError as error:
-        code = error.code if error.code in LIMIT_CODES else None
+        code = error.code if error.code in LIMIT_WORDS else None
         raise
     finally:
         if session is not None:

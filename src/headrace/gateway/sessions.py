@@ -21,12 +21,6 @@ KEPT_RESPONSES = 256
 """Responses of a session that `previous_response_id` can still name."""
 
 
-LIMIT_CODES = frozenset(
-    {"session_call_limit", "session_token_limit", "session_expired", "context_length_exceeded"}
-)
-"""Codes of refusals that a session's limits, or the model's context, are the reason of."""
-
-
 class Credentials(NamedTuple):
     """Where a client may show a session's key, the most explicit place first.
 

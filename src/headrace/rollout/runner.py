@@ -15,21 +15,13 @@ from typing import Protocol
 import msgspec
 
 from headrace.rollout.ledger import Ledger
-from headrace.rollout.types import Call, Outcome, Session, SessionLimits
+from headrace.rollout.types import LIMIT_WORDS, Call, Outcome, Session, SessionLimits
 from headrace.tasks.types import Endpoint, RolloutResult, TaskInstance, TaskService
 
 logger = logging.getLogger(__name__)
 
 GRACE_S = 10.0
 """A task service that overruns its own timeout by this much is cut off as hung."""
-
-
-_LIMITS = {
-    "session_call_limit": "it made all the calls it may",
-    "session_token_limit": "it sampled all the tokens it may",
-    "context_length_exceeded": "the conversation no longer fits",
-    "session_expired": "its time is up",
-}
 
 
 class SessionGate(Protocol):
@@ -197,7 +189,7 @@ class RolloutRunner:
         if code is None:
             return failed
         outcome = Outcome.TIMEOUT if code == "session_expired" else Outcome.AGENT_FAILED
-        reason = f"session limit ({code}): {_LIMITS.get(code, code)}; then {failed.reason}"
+        reason = f"session limit ({code}): {LIMIT_WORDS.get(code, code)}; then {failed.reason}"
         return RolloutResult(outcome, {"reward": 0.0}, reason[:400], failed.detail)
 
     async def _close(self, ticket: Ticket, result: RolloutResult) -> Session:

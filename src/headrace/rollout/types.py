@@ -213,6 +213,15 @@ class SessionLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     concurrent: int = 64
 
 
+LIMIT_WORDS = {
+    "session_call_limit": "it made all the calls it may",
+    "session_token_limit": "it sampled all the tokens it may",
+    "context_length_exceeded": "the conversation no longer fits",
+    "session_expired": "its time is up",
+}
+"""In words, the codes of refusals whose reason are a session's limits or the model's context."""
+
+
 class Segment(msgspec.Struct, frozen=True):
     """One training sequence: a root-to-leaf path of a session's calls. Derived, never stored.
 

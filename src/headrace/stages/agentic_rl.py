@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from headrace.cluster.types import WorkerFailure
-from headrace.engines import PolicyEngine
+from headrace.engine.types import PolicyEngine
 from headrace.errors import UserError
 from headrace.model.shared_folder import own_folder
 from headrace.recipe import AgenticRlStage

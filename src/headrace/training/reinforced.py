@@ -6,7 +6,7 @@ update began with, of a reference and of teachers, and geometric-mean ratios of 
 are spread over micro-batches or ranks. It does not know models; whoever does scores the samples.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -121,27 +121,18 @@ class ReinforcedBatch:
             rl.normalisation,
         )
         self._weights = normalised.float().split(self._counts.tolist())
-        # [2, trajectories]: sums of those that no single micro-batch holds; the others count 0.
-        self._sums = torch.zeros(2, max(trajectories, default=0) + 1, dtype=torch.float64)
+        self.ratio_sums = torch.zeros(2, max(trajectories, default=0) + 1, dtype=torch.float64)
+        """[2, trajectories] of those that no single micro-batch holds; the others count 0."""
 
     def add_ratio_sums(self, rows: Rows, logprobs: Tensor, indices: Sequence[int]) -> None:
         """Take part of trajectories into account that later micro-batches hold only parts of."""
-        self._sums += log_ratio_sums(
+        self.ratio_sums += log_ratio_sums(
             logprobs,
             rows.rollout_logprobs,
             rows.weights,
             self._tokens_trajectories(indices).to(logprobs.device),
-            self._sums.shape[1],
+            self.ratio_sums.shape[1],
         ).cpu()
-
-    @property
-    def ratio_sums(self) -> Tensor:
-        """What `add_ratio_sums` added up on this rank."""
-        return self._sums
-
-    @ratio_sums.setter
-    def ratio_sums(self, sums: Tensor) -> None:
-        self._sums = sums
 
     def loss(
         self,
@@ -238,9 +229,9 @@ class ReinforcedBatch:
         """[M] mean log ratio of each token's whole trajectory."""
         numbers = self._tokens_trajectories(indices).to(logprobs.device)
         here = log_ratio_sums(
-            logprobs, rows.rollout_logprobs, rows.weights, numbers, self._sums.shape[1]
+            logprobs, rows.rollout_logprobs, rows.weights, numbers, self.ratio_sums.shape[1]
         )
-        elsewhere = self._sums.to(here.device)
+        elsewhere = self.ratio_sums.to(here.device)
         # Of a trajectory that is spread, the parts seen before include the part that is here.
         total, count = torch.where(elsewhere[1:] > 0, elsewhere, here)
         return (total / count.clamp(min=1.0))[numbers].to(logprobs.dtype)
@@ -264,14 +255,10 @@ class ReinforcedBatch:
 
 def trajectory_numbers(samples: Sequence[Sample]) -> list[int]:
     """A number from 0 for each sample's trajectory, in order of first appearance."""
-    numbers: dict[tuple[str, int], int] = {}
-    return [
-        numbers.setdefault(
-            ("alone", index) if sample.trajectory < 0 else ("shared", sample.trajectory),
-            len(numbers),
-        )
+    return _numbers(
+        ("alone", index) if sample.trajectory < 0 else ("shared", sample.trajectory)
         for index, sample in enumerate(samples)
-    ]
+    )
 
 
 def deal_steps(samples: Sequence[Sample], steps: int) -> list[list[int]]:
@@ -308,10 +295,13 @@ def split_trajectories(
 
 def _group_numbers(samples: Sequence[Sample], trajectories: Sequence[int]) -> list[int]:
     """A number from 0 for each sample's group."""
-    numbers: dict[tuple[str, int], int] = {}
-    return [
-        numbers.setdefault(
-            ("alone", number) if sample.group < 0 else ("shared", sample.group), len(numbers)
-        )
+    return _numbers(
+        ("alone", number) if sample.group < 0 else ("shared", sample.group)
         for sample, number in zip(samples, trajectories, strict=True)
-    ]
+    )
+
+
+def _numbers(names: Iterable[tuple[str, int]]) -> list[int]:
+    """The same number for the same name, from 0 in order of first appearance."""
+    numbers: dict[tuple[str, int], int] = {}
+    return [numbers.setdefault(name, len(numbers)) for name in names]
