@@ -77,6 +77,9 @@ class ScriptedTask:
     def evaluation_seed(self, index: int) -> int:
         return 2 * index + 1
 
+    def content_id(self, instance: TaskInstance) -> str:
+        return str(instance.seed)
+
     async def rollout(self, instance: TaskInstance, endpoint: Endpoint) -> RolloutResult:
         self.running += 1
         self.most_running = max(self.most_running, self.running)
