@@ -49,7 +49,9 @@ _FORMULA_NODES = (
     ast.Pow,
 )
 _FUNCTIONS = frozenset(
-    f"{prefix}{name}" for prefix in ("", "a") for name in ("sin", "cos", "tan", "sinh", "cosh", "tanh")
+    f"{prefix}{name}"
+    for prefix in ("", "a")
+    for name in ("sin", "cos", "tan", "sinh", "cosh", "tanh")
 ) | {"cot", "sec", "csc", "exp", "log", "ln", "sqrt", "Abs", "erf", "erfi", "Ei", "Si", "Ci", "li"}
 
 
