@@ -8,6 +8,7 @@ import pytest
 from headrace.errors import UserError
 from headrace.rollout.evaluation import evaluate
 from headrace.rollout.ledger import Ledger
+from headrace.rollout.mixing import TaskMix, TaskShare
 from headrace.rollout.orchestrator import FAILURES_IN_A_ROW, RolloutSource, SourceConfig
 from headrace.rollout.runner import RolloutRunner, Ticket
 from headrace.rollout.types import Call, DropReason, FinishReason, Outcome, ParseState, Span
@@ -99,6 +100,11 @@ def ledger(tmp_path):
         yield opened
 
 
+def mix_of(task, **changes) -> TaskMix:
+    share = TaskShare("toy", 1.0, lambda i: task.instance(task.train_seed(i)))
+    return TaskMix([share], **changes)
+
+
 def build(ledger, task, **changes):
     gate = ScriptedGate(ledger)
     runner = RolloutRunner(
@@ -118,7 +124,7 @@ def build(ledger, task, **changes):
         config,
         runner=runner,
         ledger=ledger,
-        instances=lambda i: task.instance(task.train_seed(i)),
+        mix=mix_of(task),
     )
     return gate, source
 
@@ -314,8 +320,7 @@ async def test_resume_replays_cut_batches_and_completes_groups(tmp_path):
             SourceConfig("rl", 4, 2, 8, 1, 1.0, 100),
             runner=runner,
             ledger=ledger,
-            instances=lambda i: task.instance(task.train_seed(i)),
-            cursor=1000,
+            mix=mix_of(task, state=1000),
         )
         source.resume(recovery)
         assert source.replaying
