@@ -109,7 +109,8 @@ def plan(recipe: Recipe) -> list[str]:
         else:
             lines.append(
                 f"stage {stage.name}: agentic_rl on {_ratios(stage.task_ratios)}, {stage.mode}, "
-                f"groups of {stage.group_size}, {stage.groups_per_batch} groups per update, {budget}"
+                f"groups of {stage.group_size}, {stage.groups_per_batch} groups per update, "
+                f"{budget}"
             )
     return lines
 

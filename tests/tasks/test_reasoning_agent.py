@@ -1,4 +1,4 @@
-"""Reasoning rollouts over real HTTP: one turn, or Python in between; whatever happens has an end."""
+"""Reasoning rollouts over real HTTP: one turn, or Python in between, and always an end."""
 
 import asyncio
 import json
@@ -12,6 +12,10 @@ from headrace.rollout.types import Outcome
 from headrace.sandbox.types import CommandResult, EndReason, SandboxError
 from headrace.tasks.reasoning import ReasoningOptions, ReasoningTasks
 from headrace.tasks.reasoning.agent import NO_OUTPUT, command_of, tool_text
+from headrace.tasks.reasoning.families import select_families
+from headrace.tasks.reasoning.problems import Problems
+from headrace.tasks.reasoning.process import WorkerProcess
+from headrace.tasks.reasoning.verifier import Verifier
 from headrace.tasks.types import Endpoint
 
 FAMILIES = {"chain_sum": {}, "gcd": {}}
@@ -32,18 +36,29 @@ def scripted(server, *replies):
     server.handler = handler
 
 
+@pytest.fixture(scope="module")
+def workers():
+    """Problems and verifier of the families here; processes that take a second to start."""
+    families = select_families(FAMILIES)
+    problems = Problems(families)
+    verifier = Verifier(WorkerProcess([(f.name, {}) for f in families]), 10.0)
+    yield problems, verifier
+    problems.close()
+    verifier.close()
+
+
 @pytest.fixture
-async def make_tasks():
+async def make_tasks(workers):
     made = []
 
     def make(provider=None, **options):
-        options = {"families": FAMILIES, **options}
-        made.append(ReasoningTasks(provider, ReasoningOptions(**options)))
+        made.append(ReasoningTasks(provider, ReasoningOptions(families=FAMILIES, **options)))
+        made[-1]._problems, made[-1]._verifier = workers
         return made[-1]
 
     yield make
     for tasks in made:
-        await tasks.close()
+        await tasks._clients.close()
 
 
 def python(says, code):
@@ -94,7 +109,7 @@ async def test_threshold_partial_and_system_prompt(server, says, make_tasks):
 
 
 async def test_python_really_runs_and_errors_go_back(provider, server, says, make_tasks):
-    tasks = make_tasks(provider, python_tool=True, tool_calls=4, output_chars=60)
+    tasks = make_tasks(provider, python_tool=True, tool_calls=4, output_chars=60, tool_seconds=1)
     instance = tasks.instance(tasks.train_seed(0))
     right = tasks.problem(instance).answer
     scripted(
@@ -105,7 +120,6 @@ async def test_python_really_runs_and_errors_go_back(provider, server, says, mak
         python(says, "x = 1"),
         says.text(f"<answer>{right}</answer>"),
     )
-    tasks._tool.__class__  # limits come from the options
     result = await tasks.rollout(instance, endpoint_of(server))
     assert result.outcome is Outcome.OK
     assert result.rewards["reward"] == 1.0
@@ -162,7 +176,6 @@ async def test_unreadable_calls_are_answered_and_the_loop_goes_on(
 ):
     provider = inert_provider()
     tasks = make_tasks(provider, python_tool=True)
-    tasks._problems.get(0, "gcd")
     instance = tasks.instance(tasks.train_seed(0))
     scripted(server, says.call(arguments, name), says.text("no idea"))
     result = await tasks.rollout(instance, endpoint_of(server))
@@ -190,11 +203,15 @@ async def test_whose_fault_it_was(inert_provider, server, says, make_tasks):
     result = await tasks.rollout(instance, endpoint_of(server))
     assert result.outcome is Outcome.AGENT_FAILED
 
-    async def never(_request):
-        await asyncio.Event().wait()
+    over = asyncio.Event()
 
-    server.handler = never
+    async def late(_request):
+        await over.wait()
+        return says.text("too late")
+
+    server.handler = late
     result = await tasks.rollout(instance, endpoint_of(server, timeout_s=0.2))
+    over.set()
     assert result.outcome is Outcome.TIMEOUT
     assert all(sandbox.closed for sandbox in provider.opened)
     with pytest.raises(UserError, match="needs a sandbox provider"):
