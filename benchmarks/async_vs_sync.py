@@ -32,7 +32,7 @@ from headrace.stages.agentic_rl import run_agentic_rl
 from headrace.stages.context import StageContext, next_version
 from headrace.stages.new_model import create_checkpoint
 from headrace.system import open_system
-from headrace.tasks.terminal.agent import ClientPool
+from headrace.tasks.conversation import ClientPool
 from headrace.tasks.types import Endpoint, RolloutResult, TaskInstance
 from headrace.tokens.training import train_tokenizer
 
@@ -58,6 +58,9 @@ class WaitingTask:
 
     def evaluation_seed(self, index: int) -> int:
         return 2 * index + 1
+
+    def content_id(self, instance: TaskInstance) -> str:
+        return str(instance.seed)
 
     async def rollout(self, instance: TaskInstance, endpoint: Endpoint) -> RolloutResult:
         attempt = next(self.attempts.setdefault(instance.seed, itertools.count()))

@@ -62,7 +62,7 @@ trained from random weights here, "chatml" the format of checkpoints such as Smo
 other name is a renderer of the `renderers` library; "auto" looks at the checkpoint.
 
 `[tasks.NAME]` holds the options of a task service, which checks them itself; those of `terminal`
-are described in `src/headrace/tasks/terminal/`.
+and `reasoning` are described in [tasks.md](tasks.md).
 """
 
 

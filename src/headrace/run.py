@@ -41,11 +41,11 @@ from headrace.rollout.ledger import Ledger
 from headrace.rollout.records import Evaluation
 from headrace.stages import StageContext, run_stage
 from headrace.stages.checks import check_recipe
-from headrace.stages.context import next_version, training_folder
+from headrace.stages.context import held_out_instances, next_version, training_folder
 from headrace.stages.measuring import measure_model
 from headrace.stages.new_model import start_checkpoint
 from headrace.system import System, open_system, open_tasks, placement
-from headrace.tasks.types import TaskInstance, TaskService
+from headrace.tasks.types import TaskService
 
 START = "start"
 """Label of the model before the first stage."""
@@ -90,8 +90,9 @@ def plan(recipe: Recipe) -> list[str]:
         lines.append(f"language stages train with {recipe.cluster.trainer_ranks} ranks")
     if recipe.evaluation is not None:
         lines.append(
-            f"evaluation: {recipe.evaluation.instances} held-out {recipe.evaluation.task} "
-            f"instances, temperature {recipe.evaluation.temperature:g}"
+            f"evaluation: {recipe.evaluation.instances} held-out "
+            f"{' and '.join(recipe.evaluation.task_names)} instances, "
+            f"temperature {recipe.evaluation.temperature:g}"
         )
     if recipe.measure is not None:
         lines.append(f"measured: {', '.join(_measurements(recipe.measure)) or 'nothing'}")
@@ -107,8 +108,9 @@ def plan(recipe: Recipe) -> list[str]:
             lines.append(f"stage {stage.name}: {stage.kind} on {what}, {budget}")
         else:
             lines.append(
-                f"stage {stage.name}: agentic_rl, {stage.mode}, groups of {stage.group_size}, "
-                f"{stage.groups_per_batch} groups per update, {budget}"
+                f"stage {stage.name}: agentic_rl on {_ratios(stage.task_ratios)}, {stage.mode}, "
+                f"groups of {stage.group_size}, {stage.groups_per_batch} groups per update, "
+                f"{budget}"
             )
     return lines
 
@@ -323,26 +325,33 @@ class _Run:
         table = self.recipe.evaluation
         if table is None or system is None:
             return
-        await self._evaluate_at(system, table, label, label, checkpoint, table.temperature)
-        if table.greedy_too:
-            await self._evaluate_at(system, table, f"{label} greedy", label, checkpoint, 0.0)
+        for task in table.task_names:
+            await self._evaluate_at(
+                system, table, task, label, label, checkpoint, table.temperature
+            )
+            if table.greedy_too:
+                await self._evaluate_at(
+                    system, table, task, f"{label} greedy", label, checkpoint, 0.0
+                )
 
     async def _evaluate_at(
         self,
         system: System,
         table: EvaluationTable,
+        task: str,
         label: str,
         after: str,
         checkpoint: Path,
         temperature: float,
     ) -> None:
-        if any(e["after"] == label for e in self.evaluations):
+        if any(e["after"] == label and e["task"] == task for e in self.evaluations):
             return
-        self.view.stage_started(f"evaluate {label}", "evaluation", table.instances, "instances")
+        title = f"evaluate {label}" if len(table.task_names) == 1 else f"evaluate {label} {task}"
+        self.view.stage_started(title, "evaluation", table.instances, "instances")
         await system.engine.load_weights(str(checkpoint), next_version(self.ledger))
         result = await evaluate(
             label,
-            self._held_out(table),
+            held_out_instances(self.tasks[task], table),
             runner=system.runner,
             ledger=self.ledger,
             temperature=temperature,
@@ -354,7 +363,7 @@ class _Run:
         self.ledger.put_evaluation(
             Evaluation(
                 label=label,
-                task=table.task,
+                task=task,
                 stage=after,
                 n=result["n"],
                 success=result["success"],
@@ -364,15 +373,10 @@ class _Run:
             )
         )
         self.evaluations.append(record)
-        self.metrics.log(f"evaluate {label}", 0, {"success": result["success"]})
+        self.metrics.log(title, 0, {"success": result["success"]})
         self.view.evaluation(record)
         self.view.stage_finished()
         self._summarise("running")
-
-    def _held_out(self, table: EvaluationTable) -> list[TaskInstance]:
-        """The same instances at every measurement and for every seed of the recipe."""
-        task = self.tasks[table.task]
-        return [task.instance(task.evaluation_seed(i)) for i in range(table.instances)]
 
     # -- record -----------------------------------------------------------------------------
 
@@ -413,10 +417,13 @@ class _Run:
 
 def task_names(recipe: Recipe) -> set[str]:
     """Task services that a recipe's stages and evaluation use."""
-    names = {s.task for s in recipe.stages if isinstance(s, AgenticRlStage)}
+    names: set[str | None] = set()
+    for stage in recipe.stages:
+        if isinstance(stage, AgenticRlStage):
+            names |= stage.task_ratios.keys()
     names |= {s.demonstrated_task for s in recipe.stages if isinstance(s, SftStage)} - {None}
     if recipe.evaluation is not None:
-        names.add(recipe.evaluation.task)
+        names |= set(recipe.evaluation.task_names)
     return {str(name) for name in names}
 
 
@@ -452,3 +459,11 @@ def _measurements(table: MeasureTable) -> list[str]:
     if table.format_examples:
         parts.append(f"chat format of {table.format_examples} turns")
     return parts
+
+
+def _ratios(tasks: dict[str, float]) -> str:
+    """Tasks with their target shares, in words."""
+    total = sum(tasks.values())
+    if len(tasks) == 1:
+        return next(iter(tasks))
+    return " and ".join(f"{name} ({ratio / total:.0%})" for name, ratio in tasks.items())

@@ -8,7 +8,13 @@ import pytest
 from headrace.errors import UserError
 from headrace.rollout.evaluation import evaluate
 from headrace.rollout.ledger import Ledger
-from headrace.rollout.orchestrator import FAILURES_IN_A_ROW, RolloutSource, SourceConfig
+from headrace.rollout.mixing import HeldOut, TaskMix, TaskShare
+from headrace.rollout.orchestrator import (
+    FAILURES_IN_A_ROW,
+    RolloutSource,
+    SourceConfig,
+    cursor_key,
+)
 from headrace.rollout.runner import RolloutRunner, Ticket
 from headrace.rollout.types import Call, DropReason, FinishReason, Outcome, ParseState, Span
 from headrace.tasks.types import Endpoint, RolloutResult, TaskInstance
@@ -77,6 +83,9 @@ class ScriptedTask:
     def evaluation_seed(self, index: int) -> int:
         return 2 * index + 1
 
+    def content_id(self, instance: TaskInstance) -> str:
+        return str(instance.seed)
+
     async def rollout(self, instance: TaskInstance, endpoint: Endpoint) -> RolloutResult:
         self.running += 1
         self.most_running = max(self.most_running, self.running)
@@ -90,10 +99,26 @@ class ScriptedTask:
             self.running -= 1
 
 
+class OnlySeed(ScriptedTask):
+    """Every seed but one asks the same, which nobody measures."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self.seed = seed
+
+    def content_id(self, instance: TaskInstance) -> str:
+        return f"special {instance.task}" if instance.seed == self.seed else "ordinary"
+
+
 @pytest.fixture
 def ledger(tmp_path):
     with Ledger.create(tmp_path) as opened:
         yield opened
+
+
+def mix_of(task, **changes) -> TaskMix:
+    share = TaskShare("toy", 1.0, lambda i: task.instance(task.train_seed(i)))
+    return TaskMix([share], **changes)
 
 
 def build(ledger, task, **changes):
@@ -115,7 +140,7 @@ def build(ledger, task, **changes):
         config,
         runner=runner,
         ledger=ledger,
-        instances=lambda i: task.instance(task.train_seed(i)),
+        mix=mix_of(task),
     )
     return gate, source
 
@@ -311,8 +336,7 @@ async def test_resume_replays_cut_batches_and_completes_groups(tmp_path):
             SourceConfig("rl", 4, 2, 8, 1, 1.0, 100),
             runner=runner,
             ledger=ledger,
-            instances=lambda i: task.instance(task.train_seed(i)),
-            cursor=1000,
+            mix=mix_of(task, state=1000),
         )
         source.resume(recovery)
         assert source.replaying
@@ -333,6 +357,47 @@ async def test_resume_replays_cut_batches_and_completes_groups(tmp_path):
         await source.stop()
         assert finished <= trained
         assert ledger.conservation("rl").closes
+
+
+async def test_several_tasks_share_a_stage_and_are_counted_apart(ledger):
+    """Groups alternate 3 to 1, whatever order their rollouts end in; counts add up."""
+    tasks = {"toy": ScriptedTask(), "other": ScriptedTask()}
+    tasks["other"].instance = lambda seed: TaskInstance("other", seed, "f", 1, 1)
+    runner = RolloutRunner(
+        tasks=tasks, gate=ScriptedGate(ledger), ledger=ledger, base_url="", model="m"
+    )
+    mix = TaskMix(
+        [
+            TaskShare("toy", 3.0, lambda i: tasks["toy"].instance(2 * i)),
+            TaskShare("other", 1.0, lambda i: tasks["other"].instance(2 * i)),
+        ],
+        # Seed 4 is measured, of one of the tasks.
+        held_out=HeldOut({"toy": OnlySeed(4), "other": OnlySeed(-1)}, [tasks["toy"].instance(4)]),
+    )
+    config = SourceConfig("rl", 4, 2, 8, 1, 1.0, 100)
+    source = RolloutSource(config, runner=runner, ledger=ledger, mix=mix)
+    source.start()
+    for index in range(8):
+        assert await source.cut(1, TIMEOUT) is not None
+        ledger.commit_batch("rl", index, index + 1)
+    await source.stop()
+    sessions = list(ledger.sessions(stage="rl"))
+    order = list(dict.fromkeys((s.group_id, s.task) for s in sessions))
+    assert [task for _, task in sorted(order)][:8] == [
+        "toy", "toy", "other", "toy", "toy", "toy", "other", "toy",
+    ]  # fmt: skip
+    assert 4 not in {s.instance["seed"] for s in sessions if s.task == "toy"}
+    assert 4 in {s.instance["seed"] for s in sessions if s.task == "other"}
+    counts = source.take_window().tasks
+    assert sum(c.trained for c in counts.values()) == 16
+    for name, found in counts.items():
+        ended = [s for s in sessions if s.task == name and s.outcome is Outcome.OK]
+        assert found.finished == found.scored == len(ended)
+        assert found.reward_sum == sum(s.rewards["reward"] for s in ended)
+        assert found.dispatched == len({s.group_id for s in sessions if s.task == name})
+    saved = ledger.get_state(cursor_key("rl"))
+    assert saved["toy"][0] == saved["toy"][1] + 1  # the one that was skipped
+    assert saved["other"][0] == saved["other"][1]
 
 
 async def test_evaluation_counts_by_family_and_continues(ledger):

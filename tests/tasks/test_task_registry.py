@@ -17,7 +17,7 @@ def test_options_reach_the_service():
     ("name", "options", "says"),
     [
         ("terminals", {}, "did you mean 'terminal'"),
-        ("zzz", {}, "known: terminal"),
+        ("zzz", {}, "known: terminal, reasoning"),
         ("terminal", {"familys": []}, "did you mean 'families'"),
         ("terminal", {"families": ["count_line"]}, "did you mean 'count_lines'"),
         ("terminal", {"families": ["count_lines", "count_lines"]}, "repeats"),

@@ -10,6 +10,7 @@ from openai import APIError, AuthenticationError
 from headrace.errors import UserError
 from headrace.rollout.types import Outcome
 from headrace.sandbox.types import CommandResult, EndReason, SandboxError
+from headrace.tasks.conversation import ClientPool
 from headrace.tasks.terminal import (
     FAMILIES,
     Latency,
@@ -17,7 +18,7 @@ from headrace.tasks.terminal import (
     TerminalTasks,
     evaluation_seed,
 )
-from headrace.tasks.terminal.agent import ClientPool, tool_text
+from headrace.tasks.terminal.agent import tool_text
 from headrace.tasks.terminal.problem import AnswerGoal, StateGoal
 from headrace.tasks.types import Endpoint
 

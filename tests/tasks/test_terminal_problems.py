@@ -37,19 +37,19 @@ def test_equal_seeds_give_equal_problems():
         assert TASKS.instance(seed) == instance
         again = TerminalTasks(None)
         assert again.problem(instance) == TASKS.problem(instance)
-        assert again.content_hash(instance) == TASKS.content_hash(instance)
+        assert again.content_id(instance) == TASKS.content_id(instance)
 
 
 def test_problems_do_not_depend_on_the_process():
     code = (
         "from headrace.tasks.terminal import TerminalTasks as T; t = T(None)\n"
-        "print([t.content_hash(t.instance(s)) for s in range(60)])"
+        "print([t.content_id(t.instance(s)) for s in range(60)])"
     )
     env = {**os.environ, "PYTHONHASHSEED": "4242"}
     there = subprocess.run(
         [sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True
     )
-    assert there.stdout.strip() == str([TASKS.content_hash(TASKS.instance(s)) for s in range(60)])
+    assert there.stdout.strip() == str([TASKS.content_id(TASKS.instance(s)) for s in range(60)])
 
 
 def test_training_and_evaluation_contents_are_disjoint():

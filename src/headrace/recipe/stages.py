@@ -206,6 +206,9 @@ class AgenticRlStage(StageTable):
     """Stage type."""
     task: str = "terminal"
     """Task service."""
+    tasks: dict[str, Weight] = Field(default_factory=dict)
+    """Instead of task: several, with their target ratios of the groups, e.g. { terminal = 0.5,
+    reasoning = 0.5 }."""
     mode: Literal["async", "sync"] = "async"
     """"async": generation never waits for training; "sync": generate a batch, train, publish."""
     updates: Positive | None = None
@@ -250,6 +253,18 @@ class AgenticRlStage(StageTable):
         if self.updates is None and self.seconds is None:
             raise ValueError("give updates, seconds or both")
         return self
+
+    @model_validator(mode="after")
+    def _one_or_several(self) -> Self:
+        # A resolved recipe spells defaults out.
+        if self.tasks and self.task != "terminal":
+            raise ValueError("give task or tasks, not both")
+        return self
+
+    @property
+    def task_ratios(self) -> dict[str, float]:
+        """Every task of the stage with its target ratio."""
+        return dict(self.tasks) or {self.task: 1.0}
 
     @model_validator(mode="before")
     @classmethod

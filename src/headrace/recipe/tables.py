@@ -340,8 +340,11 @@ class EvaluationTable(Table):
 
     task: str = "terminal"
     """Task service."""
+    tasks: tuple[str, ...] = ()
+    """Instead of task: several, each measured for itself."""
     instances: Positive = 300
-    """Held-out instances; the same ones at each measurement, so differences are paired."""
+    """Held-out instances of each task; the same ones at each measurement, so differences are
+    paired."""
     before: bool = True
     """Also measure the model as it is before the first stage."""
     temperature: Annotated[float, Field(ge=0.0)] = 1.0
@@ -350,3 +353,17 @@ class EvaluationTable(Table):
     """Rollouts in flight."""
     greedy_too: bool = False
     """Measure a second time at temperature 0."""
+
+    @model_validator(mode="after")
+    def _one_or_several(self) -> "EvaluationTable":
+        # A resolved recipe spells defaults out.
+        if self.tasks and self.task != "terminal":
+            raise ValueError("give task or tasks, not both")
+        if len(set(self.tasks)) != len(self.tasks):
+            raise ValueError(f"tasks {list(self.tasks)} repeats a name; name each task once")
+        return self
+
+    @property
+    def task_names(self) -> tuple[str, ...]:
+        """Every task that is measured."""
+        return self.tasks or (self.task,)

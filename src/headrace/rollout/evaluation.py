@@ -96,7 +96,7 @@ async def _attempt(
     temperature: float,
 ) -> float | None:
     """The reward of one instance; None after an environment failure."""
-    group_id = f"eval-{label.replace(' ', '-')}-{instance.seed}"
+    group_id = f"eval-{label.replace(' ', '-')}-{instance.task}-{instance.seed}"
     before = ledger.rollouts(group_id)
     if before:
         return before[0].reward if before[0].outcome.scored else None

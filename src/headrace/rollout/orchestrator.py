@@ -9,13 +9,14 @@ import asyncio
 import contextlib
 import uuid
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import msgspec
 
 from headrace.errors import UserError
 from headrace.rollout.groups import GroupDecision, ScoredRollout, WeightedRollout, advantages
 from headrace.rollout.ledger import Ledger
+from headrace.rollout.mixing import TaskMix
 from headrace.rollout.records import (
     TRAIN,
     Batch,
@@ -67,6 +68,19 @@ class TrainingBatch(msgspec.Struct, frozen=True):
     members: tuple[TrainingMember, ...]
 
 
+class TaskCounts(msgspec.Struct):
+    """What one task did since the last look; counts and sums."""
+
+    dispatched: int = 0
+    """Groups."""
+    finished: int = 0
+    """Rollouts."""
+    scored: int = 0
+    reward_sum: float = 0.0
+    trained: int = 0
+    """Groups handed to the trainer."""
+
+
 class Window(msgspec.Struct):
     """What happened since the last look; counts and sums."""
 
@@ -80,6 +94,11 @@ class Window(msgspec.Struct):
     dropped_no_signal: int = 0
     dropped_invalid: int = 0
     dropped_stale: int = 0
+    tasks: dict[str, TaskCounts] = msgspec.field(default_factory=dict)
+
+    def of(self, task: str) -> TaskCounts:
+        """The counts of one task, made on first use."""
+        return self.tasks.setdefault(task, TaskCounts())
 
 
 class _ReadyGroup(msgspec.Struct):
@@ -92,8 +111,7 @@ class RolloutSource:
     """The producer side of one RL stage.
 
     Args:
-        instances: gives the instance of cursor 0, 1, 2, ...
-        cursor: first cursor not dispatched yet.
+        mix: gives the instance of each new group.
     """
 
     def __init__(
@@ -102,16 +120,14 @@ class RolloutSource:
         *,
         runner: RolloutRunner,
         ledger: Ledger,
-        instances: Callable[[int], TaskInstance],
-        cursor: int = 0,
+        mix: TaskMix,
         next_batch: int = 0,
     ) -> None:
         self.config = config
         self.window = Window()
         self._runner = runner
         self._ledger = ledger
-        self._instances = instances
-        self._cursor = cursor
+        self.mix = mix
         self._next_batch = next_batch
         self._replay: deque[Batch] = deque()
         self._open: dict[str, tuple[int, dict[str, Session]]] = {}
@@ -182,8 +198,8 @@ class RolloutSource:
 
     @property
     def cursor(self) -> int:
-        """Instances dispatched so far."""
-        return self._cursor
+        """Groups dispatched so far."""
+        return self.mix.groups
 
     def take_window(self) -> Window:
         """Counts since the last call."""
@@ -207,10 +223,10 @@ class RolloutSource:
                 group_id, instance, missing = self._redispatch.popleft()
                 self._dispatch(group_id, instance, missing)
             while self._room():
-                group_id = f"{self.config.stage}-{self._cursor:06d}"
-                instance = self._instances(self._cursor)
-                self._cursor += 1
+                group_id = f"{self.config.stage}-{self.mix.groups:06d}"
+                instance = await self.mix.next()
                 self._credit -= 1
+                self.window.of(instance.task).dispatched += 1
                 self._open[group_id] = (self.config.group_size, {})
                 self._dispatch(group_id, instance, self.config.group_size)
                 # Give the rollouts of one group a head start over building the next.
@@ -237,7 +253,7 @@ class RolloutSource:
             instance.task,
             msgspec.to_builtins(instance),
             [t.session_id for t in tickets],
-            state={cursor_key(self.config.stage): self._cursor},
+            state={cursor_key(self.config.stage): self.mix.state},
         )
         for ticket in tickets:
             task = asyncio.create_task(self._rollout(ticket), name=ticket.session_id)
@@ -262,6 +278,8 @@ class RolloutSource:
     def _count(self, finished: FinishedRollout) -> None:
         window, session = self.window, finished.session
         window.finished += 1
+        task = window.of(session.task)
+        task.finished += 1
         window.turns += len(session.policy_calls)
         window.sampled_tokens += sum(len(c.output_ids) for c in session.policy_calls)
         if session.outcome is Outcome.ENV_FAILED:
@@ -273,6 +291,8 @@ class RolloutSource:
         if finished.reward is not None:
             window.scored += 1
             window.reward_sum += finished.reward
+            task.scored += 1
+            task.reward_sum += finished.reward
 
     # -- deciding ---------------------------------------------------------------------------
 
@@ -391,6 +411,8 @@ class RolloutSource:
         members: list[TrainingMember] = []
         records: list[BatchMember] = []
         for group in groups:
+            # One instance, one task; a ready group has members.
+            self.window.of(next(iter(group.sessions.values())).task).trained += 1
             for member in group.members:
                 found, excluded = self._segments(group.sessions[member.session_id])
                 records.append(
@@ -441,7 +463,7 @@ class RolloutSource:
 
 
 def cursor_key(stage: str) -> str:
-    """Name under which the ledger keeps how many instances a stage has dispatched."""
+    """Name under which the ledger keeps what a stage has dispatched; see `TaskMix.state`."""
     return f"cursor:{stage}"
 
 

@@ -3,6 +3,7 @@
 What must survive a crash is in the ledger before it is acted upon.
 """
 
+import asyncio
 import contextlib
 import hashlib
 import os
@@ -17,15 +18,18 @@ from headrace.engine.types import PolicyEngine
 from headrace.errors import UserError
 from headrace.model.shared_folder import own_folder
 from headrace.recipe import AgenticRlStage
-from headrace.rollout.orchestrator import RolloutSource, SourceConfig, cursor_key
+from headrace.rollout.mixing import HeldOut, TaskMix, TaskShare
+from headrace.rollout.orchestrator import RolloutSource, SourceConfig, Window, cursor_key
 from headrace.stages.context import (
     SAVE_TIMEOUT_S,
     StageContext,
+    held_out_instances,
     next_version,
     optimizer_config,
     save_weights,
 )
 from headrace.stages.trainers import TrainerGroup, open_trainer
+from headrace.tasks.types import TaskService
 from headrace.training import rl
 
 _KEPT_VERSIONS = 2
@@ -41,8 +45,14 @@ async def run_agentic_rl(
     assert system is not None  # whoever runs this stage opened it
     recovery = ledger.recover(stage.name, usable=lambda p: Path(p).is_dir())
     begin = Path(recovery.checkpoint) if recovery.checkpoint else source
-    task = context.tasks[stage.task]
-    offset = context.recipe.seed * _INSTANCES_PER_SEED
+    mix = TaskMix(
+        [
+            _share(context.tasks[name], ratio, context.recipe.seed * _INSTANCES_PER_SEED)
+            for name, ratio in stage.task_ratios.items()
+        ],
+        state=ledger.get_state(cursor_key(stage.name)),
+        held_out=await asyncio.to_thread(_held_out, context),
+    )
     source_of_batches = RolloutSource(
         SourceConfig(
             stage=stage.name,
@@ -58,8 +68,7 @@ async def run_agentic_rl(
         ),
         runner=system.runner,
         ledger=ledger,
-        instances=lambda cursor: task.instance(task.train_seed(offset + cursor)),
-        cursor=ledger.get_state(cursor_key(stage.name), 0),
+        mix=mix,
     )
     source_of_batches.resume(recovery)
     cores = system.cores.trainer
@@ -120,6 +129,20 @@ async def run_agentic_rl(
             await publish(progress)
         await save_weights(worker, target, tokenizer=source)
     return {"updates": progress.step, "version": progress.version}
+
+
+def _share(task: TaskService, ratio: float, offset: int) -> TaskShare:
+    return TaskShare(task.name, ratio, lambda i: task.instance(task.train_seed(offset + i)))
+
+
+def _held_out(context: StageContext) -> HeldOut:
+    """Everything that the recipe measures, by content."""
+    table = context.recipe.evaluation
+    measured = table.task_names if table is not None else ()
+    return HeldOut(
+        context.tasks,
+        [i for name in measured if table for i in held_out_instances(context.tasks[name], table)],
+    )
 
 
 def load_request(stage: AgenticRlStage, begin: Path, *, reference: Path) -> dict[str, Any]:
@@ -261,6 +284,7 @@ class _RlObserver:
             metrics["engine_busy"] = min(1.0, busy / seconds / engines)
             metrics["gen_tokens_per_s"] = sampled / seconds
         metrics |= _replica_metrics(engine)
+        metrics |= _task_metrics(self.source.mix, window)
         if window.scored:
             metrics["reward_mean"] = window.reward_sum / window.scored
             metrics["success_rate"] = metrics["reward_mean"]
@@ -272,6 +296,23 @@ class _RlObserver:
         self.context.progress(
             rl.done_fraction(self.stage, rl.Progress(update.step, update.version, elapsed))
         )
+
+
+def _task_metrics(mix: TaskMix, window: Window) -> dict[str, float]:
+    """How each task of several is doing, and how far the groups are from the target ratios."""
+    found = {"held_out_skipped": float(sum(mix.skipped.values()))}
+    if len(mix.ratios) == 1:
+        return found
+    found["ratio_error"] = max(abs(mix.share_of(n) - ratio) for n, ratio in mix.ratios.items())
+    for name in mix.ratios:
+        counts, place = window.of(name), f"task.{name}"
+        found[f"{place}.share"] = mix.share_of(name)
+        found[f"{place}.groups_dispatched"] = float(counts.dispatched)
+        found[f"{place}.rollouts_finished"] = float(counts.finished)
+        found[f"{place}.groups_trained"] = float(counts.trained)
+        if counts.scored:
+            found[f"{place}.reward_mean"] = counts.reward_sum / counts.scored
+    return found
 
 
 def _replica_metrics(stats: dict[str, Any]) -> dict[str, float]:

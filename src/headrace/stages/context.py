@@ -9,11 +9,11 @@ import msgspec
 from headrace.cluster.types import Cluster
 from headrace.engines import Placement
 from headrace.errors import UserError
-from headrace.recipe import AgenticRlStage, Recipe, StageTable, SupervisedStage
+from headrace.recipe import AgenticRlStage, EvaluationTable, Recipe, StageTable, SupervisedStage
 from headrace.rollout.ledger import Ledger
 from headrace.stages.trainers import TrainerGroup
 from headrace.system import System
-from headrace.tasks.types import TaskService
+from headrace.tasks.types import TaskInstance, TaskService
 
 SAVE_TIMEOUT_S = 600.0
 _VERSION = "version"
@@ -114,3 +114,8 @@ def optimizer_config(stage: StageTable) -> dict[str, Any]:
         "algorithm": stage.optimizer,
         "embedding": stage.embedding_rate if isinstance(stage, SupervisedStage) else 1.0,
     }
+
+
+def held_out_instances(task: TaskService, table: EvaluationTable) -> list[TaskInstance]:
+    """What is measured of a task: the same at every measurement and for every seed of a recipe."""
+    return [task.instance(task.evaluation_seed(i)) for i in range(table.instances)]

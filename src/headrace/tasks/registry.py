@@ -4,22 +4,27 @@ Turns a name and a plain options table into a running service, and bad input int
 """
 
 import difflib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
 from headrace.errors import UserError
 from headrace.sandbox.types import SandboxProvider
+from headrace.tasks.reasoning.service import ReasoningOptions, ReasoningTasks
 from headrace.tasks.terminal.service import TerminalOptions, TerminalTasks
 from headrace.tasks.types import TaskService
 
-_NAMES = (TerminalTasks.name,)
+_SERVICES: dict[str, tuple[type[BaseModel], Callable[[SandboxProvider | None, Any], TaskService]]]
+_SERVICES = {
+    TerminalTasks.name: (TerminalOptions, TerminalTasks),
+    ReasoningTasks.name: (ReasoningOptions, ReasoningTasks),
+}
 
 
 def task_names() -> tuple[str, ...]:
     """Every name `create_task` accepts."""
-    return _NAMES
+    return tuple(_SERVICES)
 
 
 def create_task(
@@ -35,17 +40,18 @@ def create_task(
     Raises:
         UserError: unknown name, unknown option, or an option value out of range.
     """
-    if name != TerminalTasks.name:
-        raise UserError(f"task {name!r} is unknown{_nearest(name, _NAMES)}")
-    known = TerminalOptions.model_fields
+    if name not in _SERVICES:
+        raise UserError(f"task {name!r} is unknown{_nearest(name, _SERVICES)}")
+    options_type, make = _SERVICES[name]
+    known = options_type.model_fields
     for key in options:
         if key not in known:
             raise UserError(f"option {key!r} of task {name!r} is unknown{_nearest(key, known)}")
     try:
-        parsed = TerminalOptions.model_validate(dict(options))
+        parsed = options_type.model_validate(dict(options))
     except ValidationError as error:
         raise UserError(_explain(name, error)) from error
-    return TerminalTasks(provider, parsed)
+    return make(provider, parsed)
 
 
 def _nearest(word: str, known: Iterable[str]) -> str:

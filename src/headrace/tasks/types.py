@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 import msgspec
 
+from headrace.errors import UserError
 from headrace.rollout.types import Outcome
 
 
@@ -61,6 +62,34 @@ class RolloutResult(msgspec.Struct, frozen=True):
     detail: dict[str, Any] = {}
 
 
+class Demonstration(msgspec.Struct, frozen=True):
+    """One scripted conversation.
+
+    Attributes:
+        messages: in OpenAI chat format, tool calls and tool results included.
+        train: one flag per message: whether its tokens are to be learnt (assistant messages).
+        tools: tool specifications of the conversation.
+        family: kind of problem.
+        level: its difficulty.
+        right: whether every command or answer in it was the reference.
+        reward: what the verifier says about its end, in [0, 1].
+    """
+
+    messages: tuple[dict[str, Any], ...]
+    train: tuple[bool, ...]
+    tools: list[dict[str, Any]]
+    family: str
+    level: int
+    right: bool
+    reward: float
+
+
+def check_quality(quality: float) -> None:
+    """Raise UserError unless `quality` is a probability."""
+    if not 0.0 <= quality <= 1.0:
+        raise UserError(f"quality is {quality}; use a probability between 0 and 1")
+
+
 class TaskService(Protocol):
     """A task: endless instances and one way to attempt them."""
 
@@ -76,6 +105,11 @@ class TaskService(Protocol):
 
     def evaluation_seed(self, index: int) -> int:
         """The `index`-th held-out seed; its instance is never a training instance."""
+        ...
+
+    def content_id(self, instance: TaskInstance) -> str:
+        """Names what is asked in `instance`: equal for two instances exactly when the same problem
+        is posed, whatever their seeds. What is held out by content is never trained on."""
         ...
 
     async def rollout(self, instance: TaskInstance, endpoint: Endpoint) -> RolloutResult:

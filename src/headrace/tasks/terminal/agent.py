@@ -1,20 +1,18 @@
 """The terminal agent: an ordinary tool-calling loop over the OpenAI chat API.
 
-It knows an HTTP endpoint, one tool and a sandbox, and nothing of tokens or training. One pool of
-connections per endpoint address serves every rollout of the process; the session key travels in
-the headers of each request.
+It knows an HTTP endpoint, one tool and a sandbox, and nothing of tokens or training.
 """
 
 import asyncio
 import json
-import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from openai import AsyncOpenAI, BadRequestError
+from openai import AsyncOpenAI
 
 from headrace.sandbox.types import CommandResult, EndReason, Sandbox
+from headrace.tasks.conversation import AgentFailure, complete
 from headrace.tasks.types import Endpoint
 
 SYSTEM_PROMPT = "Use bash, then answer."
@@ -37,11 +35,6 @@ TOOLS: list[dict[str, Any]] = [
 NO_OUTPUT = "(no output)"
 
 _MAX_CALLS_PER_TURN = 4
-_MAX_CLIENTS = 16
-
-
-class AgentFailure(Exception):
-    """The agent's own fault: it ran out of turns or of context."""
 
 
 @dataclass
@@ -59,40 +52,6 @@ class Transcript:
     answer: str | None = None
     turns: int = 0
     tool_errors: int = 0
-
-
-class ClientPool:
-    """One OpenAI client per endpoint address, shared by all rollouts.
-
-    Making a client per rollout costs more than the rollout's own work, so sessions differ only in
-    the Authorization header.
-    """
-
-    def __init__(self, retries: int) -> None:
-        self._retries = retries
-        self._clients: dict[str, AsyncOpenAI] = {}
-
-    def get(self, base_url: str) -> AsyncOpenAI:
-        """The client of this address, made on first use.
-
-        Raises:
-            RuntimeError: more addresses than any sensible run has.
-        """
-        client = self._clients.get(base_url)
-        if client is None:
-            if len(self._clients) >= _MAX_CLIENTS:
-                raise RuntimeError(f"terminal agent: more than {_MAX_CLIENTS} endpoint addresses")
-            client = AsyncOpenAI(
-                base_url=base_url, api_key="set-per-request", max_retries=self._retries
-            )
-            self._clients[base_url] = client
-        return client
-
-    async def close(self) -> None:
-        """Close every connection. Safe to repeat."""
-        clients, self._clients = list(self._clients.values()), {}
-        for client in clients:
-            await client.close()
 
 
 def tool_text(exit_code: int, output: str, limit: int) -> str:
@@ -155,7 +114,7 @@ async def run_agent(
     """
     messages = opening_messages(instruction)
     for _ in range(endpoint.max_turns):
-        message = await _complete(client, endpoint, messages)
+        message = await complete(client, endpoint, messages, TOOLS)
         transcript.turns += 1
         calls = message.tool_calls or []
         if not calls:
@@ -176,29 +135,6 @@ async def run_agent(
                 text = await _run_call(call, sandbox, transcript, output_limit, next_latency)
             messages.append({"role": "tool", "tool_call_id": call.id, "content": text})
     raise AgentFailure(f"no answer within {endpoint.max_turns} turns")
-
-
-async def _complete(client: AsyncOpenAI, endpoint: Endpoint, messages: list[Any]) -> Any:
-    """One chat completion; every attempt of the client's retries carries the same key."""
-    try:
-        completion = await client.chat.completions.create(
-            model=endpoint.model,
-            messages=messages,
-            tools=TOOLS,  # pyright: ignore[reportArgumentType] -- a plain dict is what is sent
-            temperature=endpoint.temperature,
-            top_p=endpoint.top_p,
-            max_tokens=endpoint.max_tokens,
-            timeout=endpoint.timeout_s,
-            extra_headers={
-                "Authorization": f"Bearer {endpoint.api_key}",
-                "Idempotency-Key": uuid.uuid4().hex,
-            },
-        )
-    except BadRequestError as error:
-        if error.code == "context_length_exceeded" or "context length" in str(error):
-            raise AgentFailure("the conversation no longer fits the model's context") from error
-        raise
-    return completion.choices[0].message
 
 
 async def _run_call(

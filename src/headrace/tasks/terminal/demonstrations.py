@@ -10,11 +10,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from random import Random
-from typing import Any
 
-import msgspec
-
-from headrace.errors import UserError
 from headrace.sandbox.types import (
     CommandResult,
     EndReason,
@@ -26,33 +22,12 @@ from headrace.sandbox.types import (
 from headrace.tasks.terminal.agent import TOOLS, opening_messages, tool_text
 from headrace.tasks.terminal.problem import DONE, NOTHING, STOP, Problem, StateGoal, first_line
 from headrace.tasks.terminal.verifier import score
+from headrace.tasks.types import Demonstration
 
 _BATCH = 24
 _CONCURRENT_BATCHES = 3
 _MARK = "\x1e"
 """ASCII record separator: stands around each exit code between the outputs of a batch."""
-
-
-class Demonstration(msgspec.Struct, frozen=True):
-    """One scripted conversation.
-
-    Attributes:
-        messages: in OpenAI chat format, tool calls and tool results included.
-        train: one flag per message: whether its tokens are to be learnt (assistant messages).
-        tools: tool specifications of the conversation.
-        family: kind of problem.
-        level: its difficulty.
-        right: whether every command was the reference command.
-        reward: what the verifier says about its end, 0.0 or 1.0.
-    """
-
-    messages: tuple[dict[str, Any], ...]
-    train: tuple[bool, ...]
-    tools: list[dict[str, Any]]
-    family: str
-    level: int
-    right: bool
-    reward: float
 
 
 @dataclass
@@ -138,12 +113,6 @@ async def perform(
         # The first failure ended the others; callers know it by its own type.
         raise failures.exceptions[0] from None
     return [demonstration for task in tasks for demonstration in task.result()]
-
-
-def check_quality(quality: float) -> None:
-    """Raise UserError unless `quality` is a probability."""
-    if not 0.0 <= quality <= 1.0:
-        raise UserError(f"quality is {quality}; use a probability between 0 and 1")
 
 
 async def _perform_batch(

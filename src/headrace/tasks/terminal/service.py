@@ -17,13 +17,9 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 from headrace.errors import UserError
 from headrace.rollout.types import Outcome
 from headrace.sandbox.types import SandboxProvider
-from headrace.tasks.terminal.agent import AgentFailure, ClientPool, Transcript, run_agent
-from headrace.tasks.terminal.demonstrations import (
-    Demonstration,
-    check_quality,
-    perform,
-    plan,
-)
+from headrace.tasks.conversation import AgentFailure, ClientPool
+from headrace.tasks.terminal.agent import Transcript, run_agent
+from headrace.tasks.terminal.demonstrations import perform, plan
 from headrace.tasks.terminal.families import FAMILIES, select_families
 from headrace.tasks.terminal.problem import AnswerGoal, Problem
 from headrace.tasks.terminal.seeds import (
@@ -35,7 +31,13 @@ from headrace.tasks.terminal.seeds import (
     train_seed,
 )
 from headrace.tasks.terminal.verifier import score, state_difference
-from headrace.tasks.types import Endpoint, RolloutResult, TaskInstance
+from headrace.tasks.types import (
+    Demonstration,
+    Endpoint,
+    RolloutResult,
+    TaskInstance,
+    check_quality,
+)
 
 _DEMONSTRATION_BASE = 1 << 32
 """Demonstrations draw training seeds from this index on, so that RL meets unseen problems."""
@@ -141,7 +143,7 @@ class TerminalTasks:
             )
         return make_problem(instance.seed, family, instance.level)
 
-    def content_hash(self, instance: TaskInstance) -> str:
+    def content_id(self, instance: TaskInstance) -> str:
         """Hex digest of what an agent can see of an instance."""
         return content_hash(self.problem(instance))
 

@@ -1,0 +1,97 @@
+"""Tasks come in their ratios, and nothing that is measured is ever given out."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from headrace.errors import UserError
+from headrace.rollout.mixing import MOST_SKIPS, HeldOut, TaskMix, TaskShare
+from headrace.tasks.types import TaskInstance
+
+
+class FewQuestions:
+    """Instances whose content repeats: seeds that are equal modulo `contents` ask the same."""
+
+    def __init__(self, name: str, contents: int) -> None:
+        self.name = name
+        self.contents = contents
+
+    def instance(self, seed: int) -> TaskInstance:
+        return TaskInstance(self.name, seed, "f", 1, 1)
+
+    def train_seed(self, index: int) -> int:
+        return 2 * index
+
+    def evaluation_seed(self, index: int) -> int:
+        return 2 * index + 1
+
+    def content_id(self, instance: TaskInstance) -> str:
+        return f"{self.name} {instance.seed % self.contents}"
+
+    async def rollout(self, instance, endpoint):
+        raise NotImplementedError
+
+    def share(self, ratio: float = 1.0) -> TaskShare:
+        return TaskShare(self.name, ratio, lambda i: self.instance(self.train_seed(i)))
+
+
+async def take(mix: TaskMix, count: int) -> list[TaskInstance]:
+    return [await mix.next() for _ in range(count)]
+
+
+async def test_one_task_gives_its_instances_in_order():
+    mix = TaskMix([FewQuestions("a", 100).share()])
+    assert [i.seed for i in await take(mix, 4)] == [0, 2, 4, 6]
+    assert mix.groups == 4
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.lists(st.floats(0.05, 10.0), min_size=1, max_size=5))
+async def test_every_task_stays_near_its_ratio_at_all_times(ratios):
+    mix = TaskMix([FewQuestions(f"t{i}", 9).share(r) for i, r in enumerate(ratios)])
+    given_out = dict.fromkeys(mix.ratios, 0)
+    for n in range(1, 120):
+        given_out[(await mix.next()).task] += 1
+        for name, ratio in mix.ratios.items():
+            assert abs(given_out[name] - ratio * n) < max(1.0, len(ratios) - 1)
+    assert mix.share_of("t0") == given_out["t0"] / 119
+
+
+async def test_a_saved_state_goes_on_exactly_where_it_was():
+    def shares():
+        return [FewQuestions("a", 9).share(0.7), FewQuestions("b", 9).share(0.3)]
+
+    whole = await take(TaskMix(shares()), 40)
+    first = TaskMix(shares())
+    begun = await take(first, 17)
+    rest = await take(TaskMix(shares(), state=first.state), 23)
+    assert begun + rest == whole
+    # Runs of one task kept a number; it means the same.
+    (after,) = await take(TaskMix([FewQuestions("a", 9).share()], state=5), 1)
+    assert after.seed == 10
+
+
+async def test_what_is_measured_is_skipped_and_counted_whatever_its_seed():
+    task = FewQuestions("a", 7)
+    measured = [task.instance(task.evaluation_seed(i)) for i in range(3)]  # contents 1, 3, 5
+    mix = TaskMix([task.share()], held_out=HeldOut({"a": task}, measured))
+    contents = {task.content_id(i) for i in await take(mix, 60)}
+    assert contents == {f"a {c}" for c in (0, 2, 4, 6)}
+    assert mix.skipped["a"] > 0
+    assert mix.groups == 60
+    # Skipped ones are not asked about again after a resume.
+    again = TaskMix([task.share()], state=mix.state, held_out=HeldOut({"a": task}, measured))
+    assert (await again.next()).seed > 2 * (60 + mix.skipped["a"]) - 2
+
+
+async def test_a_task_with_nothing_left_is_an_error():
+    task = FewQuestions("a", 1)
+    held_out = HeldOut({"a": task}, [task.instance(1)])
+    with pytest.raises(UserError, match=f"task a: {MOST_SKIPS} training instances in a row"):
+        await TaskMix([task.share()], held_out=held_out).next()
+
+
+@pytest.mark.parametrize("ratios", [(), (1.0, 0.0), (1.0, -1.0)])
+def test_bad_shares_are_refused(ratios):
+    with pytest.raises(ValueError, match="ratios above 0"):
+        TaskMix([FewQuestions(f"t{i}", 1).share(r) for i, r in enumerate(ratios)])
