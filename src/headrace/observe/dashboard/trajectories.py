@@ -55,6 +55,7 @@ def detail(summary: SessionSummary, session: Session) -> dict[str, Any]:
     skipped = max(len(turns) - _TURNS, 0)
     nodes = call_nodes(session)
     lanes = _lanes(session)
+    indices = {node.id: node.index for node in nodes}
     return {
         **row(summary),
         "instance": _cut(readable(str(summary.instance)), _INSTANCE),
@@ -74,7 +75,7 @@ def detail(summary: SessionSummary, session: Session) -> dict[str, Any]:
             {
                 "index": node.index,
                 "lane": lanes[node.id],
-                "parent": node.parent_id is not None,
+                "parent": indices.get(node.parent_id or ""),
                 "fork": node.fork_reason,
                 "model": node.model,
                 "held": node.held,
