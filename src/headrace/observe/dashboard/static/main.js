@@ -118,8 +118,7 @@ async function look() {
       if (now.version !== shownOf) {
         await header();
         if (VIEWS[current]?.steady) offer(now.version);
-        // A view that is being read with the keyboard is not replaced under the reader.
-        else if (!view.contains(document.activeElement) || document.activeElement === view) await show(false);
+        else if (!busy()) await show(false);
       } else if (!head.going) {
         wait = SLOW_POLL_MS;
       }
@@ -129,6 +128,12 @@ async function look() {
     }
   }
   setTimeout(look, wait);
+}
+
+/** Whether somebody is at a chart or a control of the view, which must not be replaced then. */
+function busy() {
+  const focused = document.activeElement;
+  return (view.contains(focused) && focused !== view) || view.querySelector("svg.chart:hover") !== null;
 }
 
 function offer(version) {
