@@ -219,12 +219,18 @@ class BrowsingReader(LedgerReader):
         return result
 
     def failures(self, limit: int = 100) -> list[FailureCount]:
-        """Ends other than "ok", and reasons beside an "ok", most frequent first."""
+        """Ends other than "ok" by reason, most frequent first."""
+        return self._ends("s.outcome <> 'ok'", limit)
+
+    def verdicts(self, limit: int = 20) -> list[FailureCount]:
+        """What stands beside an "ok", such as what was wrong with an answer; likewise."""
+        return self._ends("s.outcome = 'ok' AND s.reason <> ''", limit)
+
+    def _ends(self, condition: str, limit: int) -> list[FailureCount]:
         rows = self._store.execute(
             "SELECT s.stage, g.task, s.outcome, SUBSTR(s.reason, 1, ?), COUNT(*), MAX(s.key) "
-            "FROM sessions s JOIN groups g ON g.id = s.group_id "
-            "WHERE s.outcome IS NOT NULL AND (s.outcome <> 'ok' OR s.reason <> '') "
-            "GROUP BY 1, 2, 3, 4 ORDER BY 5 DESC LIMIT ?",
+            f"FROM sessions s JOIN groups g ON g.id = s.group_id WHERE {condition} "
+            "GROUP BY 1, 2, 3, 4 ORDER BY 5 DESC, 6 DESC LIMIT ?",
             (_MAX_REASON, limit),
         )
         return [

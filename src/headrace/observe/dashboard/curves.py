@@ -46,8 +46,8 @@ _SUPERVISED_CHARTS: tuple[Chart, ...] = (
     ("Gradient norm", "norm", {"grad_norm": "norm"}, True),
     ("Learning rate", "rate", {"learning_rate": "rate"}, True),
 )
-_DECADES = range(-9, 2)
-"""Powers of ten of the mismatch histogram."""
+_PLACES = range(-9 * 3, 2 * 3)
+"""Bars of the mismatch histogram, three for each power of ten."""
 
 
 def learning(run: Run) -> dict[str, Any]:
@@ -87,7 +87,7 @@ def distributions(run: Run) -> dict[str, Any]:
                 "bound": stage.get("staleness"),
                 "staleness": [[lag, tokens] for lag, tokens in histogram.items()],
                 "mismatch": {
-                    label: _decades(r.metrics[key] for r in rows if key in r.metrics)
+                    label: _magnitudes(r.metrics[key] for r in rows if key in r.metrics)
                     for key, label in mismatch.items()
                 },
                 "ratio": _series(rows, ratios),
@@ -115,7 +115,7 @@ def failures(run: Run) -> dict[str, Any]:
                     "count": f.count,
                     "newest": f.newest_id,
                 }
-                for f in ledger.failures()
+                for f in (*ledger.failures(), *ledger.verdicts())
             ],
             "drops": {reason.value: n for reason, n in ledger.drop_counts().items()},
             "tokens": {r.value: n for r, n in ledger.conservation().dropped.items()},
@@ -164,16 +164,21 @@ def _series(rows: Sequence[MetricRow], names: Mapping[str, str]) -> list[dict[st
     return found
 
 
-def _decades(values: Iterable[float]) -> list[list[Any]]:
-    """Values counted by power of ten: [label, count], exact zeros in front."""
+def _magnitudes(values: Iterable[float]) -> list[list[Any]]:
+    """Values counted by magnitude, 1, 2 and 5 of every power of ten: [label, count]; zeros first."""
     zeros, counts = 0, Counter[int]()
     for value in values:
         if value <= 0:
             zeros += 1
-        else:
-            power = math.floor(math.log10(value))
-            counts[min(max(power, _DECADES[0]), _DECADES[-1])] += 1
+            continue
+        power = math.floor(math.log10(value))
+        lead = value / 10.0**power
+        place = 3 * power + (2 if lead >= 5 else 1 if lead >= 2 else 0)
+        counts[min(max(place, _PLACES[0]), _PLACES[-1])] += 1
     found: list[list[Any]] = [["0", zeros]] if zeros else []
     if counts:
-        found += [[f"1e{power}", counts[power]] for power in range(min(counts), max(counts) + 1)]
+        found += [
+            [f"{(1, 2, 5)[place % 3]}e{place // 3}", counts[place]]
+            for place in range(min(counts), max(counts) + 1)
+        ]
     return found

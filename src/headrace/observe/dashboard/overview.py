@@ -9,7 +9,7 @@ from typing import Any
 
 from headrace.observe.dashboard.timeline import sides
 from headrace.observe.laws import LAWS, laws_of
-from headrace.observe.runs import Run
+from headrace.observe.runs import Comparison, Run
 from headrace.observe.units import label_of, stage_of
 
 SILENT_S = 120.0
@@ -35,19 +35,7 @@ def overview(run: Run, last_change: float | None) -> dict[str, Any]:
     """
     going = run.status in ("running", "unfinished")
     silent = going and last_change is not None and time.time() - last_change > SILENT_S
-    comparisons = [
-        {
-            "stage": c.stage,
-            "against": f"stage {c.rival} (same start)" if c.rival else label_of(c.before),
-            "difference": c.change.difference,
-            "low": c.change.low,
-            "high": c.change.high,
-            "n": c.change.n,
-            "gained": c.change.gained,
-            "lost": c.change.lost,
-        }
-        for c in run.comparisons()
-    ]
+    headline = run.headline()
     return {
         "name": run.name,
         "description": str(run.recipe.get("description") or ""),
@@ -60,7 +48,8 @@ def overview(run: Run, last_change: float | None) -> dict[str, Any]:
         "wall_s": run.summary.get("wall_s") or (run.rows[-1].elapsed if run.rows else None),
         "stages": [_stage(run, stage) for stage in run.stages()],
         "evaluations": evaluations(run),
-        "comparisons": comparisons,
+        "comparisons": [_comparison(c) for c in run.comparisons()],
+        "headline": None if headline is None else _comparison(headline),
         "measurements": [
             {
                 "after": m.after,
@@ -102,6 +91,19 @@ def evaluations(run: Run) -> list[dict[str, Any]]:
             }
         )
     return found
+
+
+def _comparison(c: Comparison) -> dict[str, Any]:
+    return {
+        "stage": c.stage,
+        "against": f"stage {c.rival} (same start)" if c.rival else label_of(c.before),
+        "difference": c.change.difference,
+        "low": c.change.low,
+        "high": c.change.high,
+        "n": c.change.n,
+        "gained": c.change.gained,
+        "lost": c.change.lost,
+    }
 
 
 def _stage(run: Run, stage: dict[str, Any]) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 import { el, legend, svg } from "./dom.js";
 import { short } from "./format.js";
 
-const LEFT = 52, RIGHT = 14, TOP = 12, BOTTOM = 38;
+const LEFT = 60, RIGHT = 14, TOP = 12, BOTTOM = 38;
 
 /** Round numbers (1, 2 or 5 times a power of ten apart) within [low, high]. */
 export function ticks(low, high, about) {

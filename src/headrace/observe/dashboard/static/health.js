@@ -15,15 +15,19 @@ export function render({ failures, distributions }) {
 function ends(failures) {
   const outcomes = Object.entries(failures.outcomes).sort((a, b) => b[1] - a[1]);
   const colour = { ok: "s2", env_failed: "s3", cancelled: "s5", open: "s0" };
-  const rows = failures.ends.map((f) => [
+  const rows = (wanted) => failures.ends.filter(wanted).map((f) => [
     count(f.count), el("span", { class: `badge ${f.outcome === "ok" ? "good" : "bad"}` }, f.outcome),
     f.reason || "no reason given", f.task, f.stage,
     el("a", { href: `#/trajectories?id=${encodeURIComponent(f.newest)}` }, "newest"),
   ]);
+  const columns = [["count", "n"], ["outcome", ""], ["reason", "wide-cell"], ["task", ""], ["stage", ""], ["look", ""]];
+  const failed = rows((f) => f.outcome !== "ok");
+  const judged = rows((f) => f.outcome === "ok");
   return section("How rollouts ended", "An environment failure is never a reward of 0: it is left out before the baseline is computed.",
     outcomes.length ? bars(outcomes.map(([name, n]) => [name, n, count(n), colour[name] || "s1"])) : el("p", { class: "empty" }, "No rollout yet."),
-    rows.length ? el("h3", {}, "Reasons") : null,
-    rows.length ? table([["count", "n"], ["outcome", ""], ["reason", "wide-cell"], ["task", ""], ["stage", ""], ["look", ""]], rows) : null);
+    el("h3", {}, "Failures by reason"),
+    failed.length ? table(columns, failed) : el("p", { class: "empty" }, "No rollout failed or was cancelled."),
+    judged.length ? el("details", {}, el("summary", {}, "What verifiers said of rollouts that ended well"), table(columns, judged)) : null);
 }
 
 function reasons(failures) {
@@ -45,8 +49,8 @@ function stage(one) {
     el("div", { class: "grid" },
       histogram({ title: `Staleness of trained tokens${bound === null ? "" : ` (bound ${bound})`}`, bars: all, xLabel: "lag", yLabel: "tokens", warn: (i) => bound !== null && i > bound, none: "No token was trained yet." }),
       lineChart({ title: "Lag at the cut", xLabel: "update", yLabel: "versions", lines: one.lag.map((l, i) => ({ ...l, colour: i })) }),
-      histogram({ title: "Mean |log-probability mismatch| of an update", bars: one.mismatch.mean, xLabel: "from", yLabel: "updates", colour: 2 }),
-      histogram({ title: "Largest |log-probability mismatch| of an update", bars: one.mismatch.largest, xLabel: "from", yLabel: "updates", colour: 1 }),
+      histogram({ title: "Mean |log-probability mismatch| of an update", bars: one.mismatch.mean, xLabel: "nats, at least", yLabel: "updates", colour: 2 }),
+      histogram({ title: "Largest |log-probability mismatch| of an update", bars: one.mismatch.largest, xLabel: "nats, at least", yLabel: "updates", colour: 1 }),
       lineChart({ title: "Mismatch over updates", xLabel: "update", yLabel: "nats, logarithmic", log: true, lines: one.mismatch_curve.map((l, i) => ({ ...l, colour: i })) }),
       lineChart({ title: "Importance ratio, new over rollout policy", xLabel: "update", yLabel: "ratio", zero: false, lines: one.ratio.map((l, i) => ({ ...l, colour: i })) })));
 }

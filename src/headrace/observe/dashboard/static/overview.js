@@ -19,7 +19,7 @@ export function render({ overview: run }) {
 
 function headline(run) {
   const last = run.evaluations[run.evaluations.length - 1];
-  const change = run.comparisons.filter((c) => !c.against.startsWith("stage ")).pop();
+  const change = run.headline;
   const reinforced = run.stages.filter((s) => s.sides).pop();
   const cards = [];
   if (last) cards.push(card(`held-out success ${last.label}`, percent(last.success), `${percent(last.low)} to ${percent(last.high)}, n = ${count(last.n)}`));

@@ -34,14 +34,14 @@ function stage(one) {
         {
           label: "Engine",
           parts: [{ label: "generates", colour: 2, shares: column(3) }],
-          rest: { label: "idle", colour: 3 },
+          rest: { label: "idle", colour: 1 },
         },
       ],
     }),
     el("h3", {}, "Trainer, all in all"),
     shares([["update", totals.update, "block s0"], ["publish weights", totals.publish, "block s4"], ["waits for rollouts", totals.wait, "block s1"], ["between updates", totals.other, "block s6"]], duration),
     observed ? el("h3", {}, "Engine, all in all") : null,
-    observed ? shares([["generates", totals.generating, "block s2"], ["idle", totals.idle, "block s3"]], duration) : null,
+    observed ? shares([["generates", totals.generating, "block s2"], ["idle", totals.idle, "block s1"]], duration) : null,
     el("div", { class: "grid" },
       lineChart({
         title: "Throughput", xLabel: "minute", yLabel: "tokens/s",
