@@ -3,7 +3,7 @@
 import random
 from pathlib import Path
 
-from synthetic_run import RunMaker
+from synthetic_run import START, RunMaker
 
 from headrace.rollout.ledger import Ledger
 from headrace.rollout.types import Call, FinishReason, Outcome, ParseState, Span
@@ -15,7 +15,7 @@ FORKED = "fork-1"
 def add_hostile_sessions(path: Path, maker: RunMaker) -> None:
     """Add rollouts of a task "maze" to a finished run: failures, forks, hostile texts."""
     rng = random.Random(5)
-    ledger = Ledger.resume(path)
+    ledger = Ledger.resume(path, clock=lambda: START + 330.0)
     instance = {"task": "maze", "seed": 1, "family": SCRIPT, "level": 1}
     names = [FORKED, *(f"maze-{i}" for i in range(5))]
     ledger.dispatch("rl-maze", "train", "maze-group", "maze", instance, names)

@@ -14,6 +14,7 @@ from headrace.observe.units import label_of, stage_of
 
 SILENT_S = 120.0
 """Seconds without a write after which a run that says "running" may have died."""
+_EVALUATED = ("n", "success", "low", "high")
 _NEWEST = (
     "reward_mean",
     "loss",
@@ -82,10 +83,7 @@ def evaluations(run: Run) -> list[dict[str, Any]]:
             {
                 "label": label_of(record),
                 "task": str(record.get("task", "?")),
-                "n": record.get("n"),
-                "success": record.get("success"),
-                "low": record.get("low"),
-                "high": record.get("high"),
+                **{key: record.get(key) for key in _EVALUATED},
                 "greedy": record.get("temperature") == 0,
                 "minutes": None if at is None else at / 60,
             }
@@ -95,6 +93,7 @@ def evaluations(run: Run) -> list[dict[str, Any]]:
 
 def _comparison(c: Comparison) -> dict[str, Any]:
     return {
+        "after": {"label": label_of(c.after), **{k: c.after.get(k) for k in _EVALUATED}},
         "stage": c.stage,
         "against": f"stage {c.rival} (same start)" if c.rival else label_of(c.before),
         "difference": c.change.difference,

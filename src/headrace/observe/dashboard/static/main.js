@@ -60,7 +60,10 @@ async function show(anew) {
   const { name } = parse();
   const chosen = VIEWS[name];
   for (const link of tabs.children) {
-    if (link.dataset.view === name) link.setAttribute("aria-current", "page");
+    if (link.dataset.view === name) {
+      link.setAttribute("aria-current", "page");
+      link.scrollIntoView({ block: "nearest", inline: "nearest" });
+    }
     else link.removeAttribute("aria-current");
   }
   if (anew && current !== name) view.replaceChildren(el("p", { class: "empty" }, "Loading …"));

@@ -18,8 +18,8 @@ export function render({ overview: run }) {
 }
 
 function headline(run) {
-  const last = run.evaluations[run.evaluations.length - 1];
   const change = run.headline;
+  const last = change ? change.after : run.evaluations[run.evaluations.length - 1];
   const reinforced = run.stages.filter((s) => s.sides).pop();
   const cards = [];
   if (last) cards.push(card(`held-out success ${last.label}`, percent(last.success), `${percent(last.low)} to ${percent(last.high)}, n = ${count(last.n)}`));

@@ -48,7 +48,7 @@ export function render({ choices }, place) {
       more.hidden = next === null;
       more.textContent = complete ? "Show more" : "Search on";
       status.textContent = total === 0 && next === null ? "No trajectory meets these conditions."
-        : `${count(total)} shown${next === null ? ", all there are" : complete ? "" : "; the search goes on further back"}${source.live ? "" : " in this export"}.`;
+        : `${count(total)} shown${next === null ? ", all there are" : complete ? ", newest first" : "; the search can go on further back"}${source.live ? "" : " in this export"}.`;
     };
     more.addEventListener("click", async () => {
       more.disabled = true;
@@ -181,7 +181,7 @@ function tree(t) {
     const above = call.parent === null ? undefined : rowOf.get(call.parent);
     if (above !== undefined) {
       const from = t.tree[above], fromY = above * ROW + ROW / 2;
-      graph.append(svg("path", { class: `edge s${call.lane % 6}`, d: from.lane === call.lane ? `M${x(from)} ${fromY}V${y}` : `M${x(from)} ${fromY}V${y - ROW / 2}Q${x(from)} ${y} ${x(call)} ${y}` }));
+      graph.append(svg("path", { class: `edge s${call.lane % 6}`, d: from.lane === call.lane ? `M${x(from)} ${fromY}V${y}` : `M${x(from)} ${fromY}Q${x(call)} ${fromY} ${x(call)} ${fromY + ROW * 0.7}V${y}` }));
     }
   });
   t.tree.forEach((call, i) => graph.append(svg("circle", { class: `dot s${call.lane % 6}`, cx: x(call), cy: i * ROW + ROW / 2, r: call.fork ? 5.5 : 4 })));
