@@ -1,4 +1,4 @@
-"""Where metrics go beside metrics.jsonl, by the names of the recipe: TensorBoard, Weights & Biases.
+"""Where metrics go beside metrics.jsonl, as the recipe says: TensorBoard, Weights & Biases.
 
 Weights & Biases is an optional package that this imports only when a recipe names it. It keeps its
 own rules: WANDB_MODE=offline writes to the run directory and nothing leaves the machine.
@@ -6,41 +6,34 @@ own rules: WANDB_MODE=offline writes to the run directory and nothing leaves the
 
 import logging
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from headrace.errors import UserError
 from headrace.observe.metrics import BoardSink, Sink
+from headrace.recipe import Recipe
 
 logger = logging.getLogger(__name__)
 
 _ID_FILE = "wandb-id.txt"
 
 
-def open_sinks(
-    names: Sequence[str], run_dir: Path, recipe: Mapping[str, Any], project: str
-) -> list[Sink]:
-    """The sinks a recipe asks for.
+def open_sinks(recipe: Recipe, run_dir: Path) -> list[Sink]:
+    """The sinks of `[observe]`.
 
     Args:
-        names: "tensorboard" and "wandb".
+        recipe: the recipe, which Weights & Biases shows as the configuration.
         run_dir: of the run; must exist.
-        recipe: the resolved recipe, kept as the configuration.
-        project: the Weights & Biases project.
 
     Raises:
         UserError: wandb is not installed or cannot start.
-        ValueError: an unknown name.
     """
     opened: list[Sink] = []
-    for name in names:
-        if name == "tensorboard":
-            opened.append(BoardSink(run_dir))
-        elif name == "wandb":
-            opened.append(WandbSink(run_dir, recipe, project))
-        else:
-            raise ValueError(f"no sink is named {name!r}")
+    if recipe.observe.wandb is not None:
+        opened.append(WandbSink(run_dir, recipe.model_dump(mode="json"), recipe.observe.wandb))
+    if recipe.observe.tensorboard:
+        opened.append(BoardSink(run_dir))
     return opened
 
 
@@ -63,8 +56,8 @@ class WandbSink:
             import wandb  # pyright: ignore[reportMissingImports]  # an optional package
         except ImportError as error:
             raise UserError(
-                'observe.sinks names "wandb", which is not installed; install it with '
-                '`pip install "headrace[wandb]"`, or leave it out'
+                f'observe.wandb "{project}" needs the package wandb, which is not installed: '
+                'run `pip install "headrace[wandb]"`, or leave observe.wandb out'
             ) from error
         id_file = run_dir / _ID_FILE
         if not id_file.exists():
@@ -80,8 +73,8 @@ class WandbSink:
             )
         except Exception as error:  # the package has many, of several families
             raise UserError(
-                f'observe.sinks names "wandb", which cannot start ({error}); run `wandb login`, '
-                "set WANDB_MODE=offline to stay on this machine, or leave it out"
+                f'observe.wandb "{project}" cannot start ({error}); run `wandb login`, set '
+                "WANDB_MODE=offline to stay on this machine, or leave observe.wandb out"
             ) from error
         self._stages: set[str] = set()
         self._broken = False

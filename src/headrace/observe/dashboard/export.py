@@ -1,7 +1,7 @@
 """The dashboard as one HTML file: the same page with its data inside, for sending and keeping.
 
-Aggregates go in whole; of trajectories a bounded number does, picked evenly from every purpose and
-outcome, newest first, and the page says what was left out.
+Aggregates go in whole; of trajectories a bounded number does, the newest of every task, purpose,
+outcome and fate, and the page says what was left out.
 """
 
 import base64
@@ -101,17 +101,19 @@ def _row_keys(found: dict[str, Any]) -> list[str]:
 
 
 def _chosen(source: RunSource, limit: int) -> list[str]:
-    """Ids from every purpose and outcome in turn, newest first, until the limit."""
+    """Ids of every kind of trajectory in turn, newest first, until the limit."""
     ledger = source.ledger()
     if ledger is None or limit < 1:
         return []
     choices = ledger.choices()
-    kinds = [
-        _ids(source, SessionFilter(purpose=purpose, outcome=outcome), limit)
-        for purpose in choices["purpose"]
-        for outcome in choices["outcome"]
+    wanted = [
+        SessionFilter(forked=True),
+        *(SessionFilter(fate=fate) for fate in choices["fate"]),
+        *(SessionFilter(outcome=outcome) for outcome in choices["outcome"]),
+        *(SessionFilter(purpose=purpose) for purpose in choices["purpose"]),
+        *(SessionFilter(task=task) for task in choices["task"]),
     ]
-    kinds.append(_ids(source, SessionFilter(forked=True), limit))
+    kinds = [_ids(source, one, limit) for one in wanted]
     chosen: dict[str, None] = {}
     while kinds and len(chosen) < limit:
         for kind in list(kinds):
