@@ -12,7 +12,11 @@ from headrace.observe.metrics import BoardSink, MetricsWriter, read_metrics
 from headrace.observe.sinks import WandbSink, open_sinks
 from headrace.recipe import Recipe
 
-RECIPE = {"name": "r", "model": {"path": "m"}, "stages": [{"kind": "agentic_rl", "name": "rl"}]}
+RECIPE = {
+    "name": "r",
+    "model": {"path": "m"},
+    "stages": [{"kind": "agentic_rl", "name": "rl", "updates": 1}],
+}
 
 
 class FakeWandb(types.ModuleType):
