@@ -24,8 +24,9 @@ Open = Callable[[Path], httpx.AsyncClient]
 
 
 @pytest.fixture
-async def browse() -> AsyncIterator[Open]:
-    """Opens a client of a dashboard over a run."""
+async def browse(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Open]:
+    """Opens a client of a dashboard over a run that never answers from before a change."""
+    monkeypatch.setattr("headrace.observe.dashboard.source._SHARE", float("inf"))
     desks: list[Desk] = []
 
     def open_client(run: Path) -> httpx.AsyncClient:
@@ -165,7 +166,7 @@ async def test_a_trajectory_with_its_forks(browse: Open, hostile_run: Path) -> N
 async def test_tokens_say_what_became_of_them(browse: Open, hostile_run: Path) -> None:
     client = browse(hostile_run)
     first = await get(client, "/api/tokens", id=FORKED)
-    second = await get(client, "/api/tokens", id=FORKED, segment=1)
+    second = await get(client, "/api/tokens", id=FORKED, segment=2)
     names = ("ids", "text", "special", "state", "logprob", "version", "newest")
     assert {len(first[name]) for name in names} == {first["total"]}
     assert set(first["state"]) == {"read", "pending"}

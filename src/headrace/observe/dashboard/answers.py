@@ -68,7 +68,8 @@ def page(
 
 def trajectory(source: RunSource, session_id: str) -> dict[str, Any] | None:
     """One trajectory without its tokens; None when there is none of that id."""
-    ledger, session = source.ledger(), source.session(session_id)
+    session = source.session(session_id)
+    ledger = source.ledger()
     summary = None if ledger is None else ledger.find(session_id)
     if session is None or summary is None:
         return None
@@ -79,7 +80,8 @@ def tokens(
     source: RunSource, session_id: str, segment: int, offset: int
 ) -> dict[str, Any] | None:
     """Tokens of one segment; None when there are none."""
-    ledger, session = source.ledger(), source.session(session_id)
+    session = source.session(session_id)
+    ledger = source.ledger()
     summary = None if ledger is None else ledger.find(session_id)
     if session is None or summary is None or ledger is None:
         return None

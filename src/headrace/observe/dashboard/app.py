@@ -165,7 +165,7 @@ def create_app(desk: Desk, *, hosts: tuple[str, ...]) -> FastAPI:
 def _guarded(endpoint: Endpoint, hosts: tuple[str, ...]) -> Endpoint:
     @functools.wraps(endpoint)
     async def guarded(request: Request) -> Response:
-        if request.url.hostname not in hosts:
+        if request.headers.get("host", "").partition(":")[0] not in hosts:
             raise HTTPException(403, "this server answers only under its own address")
         return await endpoint(request)
 

@@ -126,9 +126,8 @@ def _chosen(source: RunSource, limit: int) -> list[str]:
 
 
 def _ids(source: RunSource, wanted: SessionFilter, limit: int) -> Iterator[str]:
-    ledger = source.ledger()
     before: int | None = None
-    while ledger is not None and limit > 0:
+    while (ledger := source.ledger()) is not None and limit > 0:
         page = ledger.page(wanted, before=before, limit=min(limit, MAX_PAGE))
         yield from (summary.id for summary in page.sessions)
         limit -= len(page.sessions)

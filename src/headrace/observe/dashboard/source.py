@@ -62,10 +62,11 @@ class RunSource:
 
     def version(self) -> str:
         """Changes whenever anything in the run directory that is shown may have."""
-        names = (RECIPE_FILE, SUMMARY_FILE, METRICS_FILE, LEDGER_FILE, f"{LEDGER_FILE}-wal")
-        stamps = [_stamp(self.path / name) for name in names]
+        # First of all, since opening a ledger may make SQLite's side files.
         ledger = self.ledger()
         changes = 0 if ledger is None else ledger.changes()
+        names = (RECIPE_FILE, SUMMARY_FILE, METRICS_FILE, LEDGER_FILE, f"{LEDGER_FILE}-wal")
+        stamps = [_stamp(self.path / name) for name in names]
         return f"{self._epoch}-{hash((*stamps, changes)) & 0xFFFFFFFFFFFF:012x}"
 
     def last_change(self) -> float | None:
@@ -79,18 +80,17 @@ class RunSource:
         return max(times, default=None)
 
     def ledger(self) -> BrowsingReader | None:
-        """The evidence; None when there is none that can be read (see `ledger_problem`)."""
+        """The evidence; None when there is none that can be read. Valid until the next call."""
         file = self.path / LEDGER_FILE
-        # A reader that was opened beside no WAL may assume that nobody writes.
-        now = (_stamp(file)[:1], file.with_name(f"{LEDGER_FILE}-wal").exists())
-        if now != self._ledger_file or self._ledger is None:
+        if self._ledger is None or self._ledger_file != _identity(file):
             self.close()
-            self._ledger_file, self._ledger_problem = now, ""
+            self._run, self._ledger_problem = None, ""
             if file.is_file():
                 try:
                     self._ledger = BrowsingReader.open(self.path)
                 except UserError as error:
                     self._ledger_problem = str(error)
+            self._ledger_file = _identity(file)
         return self._ledger
 
     def run(self) -> Run:
@@ -161,6 +161,14 @@ class RunSource:
         if stamp != self._vocabulary[0]:
             self._vocabulary = (stamp, Vocabulary.of_run(self.path))
         return self._vocabulary[1]
+
+
+def _identity(ledger: Path) -> tuple[object, ...]:
+    """Changes when another ledger is there, or when one that nobody wrote to gets a writer.
+
+    A reader that was opened beside no write-ahead log may assume that there is none.
+    """
+    return _stamp(ledger)[:1], ledger.with_name(f"{ledger.name}-wal").exists()
 
 
 def _stamp(path: Path) -> tuple[int, ...]:
