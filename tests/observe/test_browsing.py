@@ -150,7 +150,9 @@ def test_failures_are_counted_by_reason(hostile_run: Path) -> None:
 def test_fates_of_calls(hostile_run: Path) -> None:
     with BrowsingReader.open(hostile_run) as reader:
         (session,) = ids(reader, purpose="eval:sft", limit=1)[:1]
-        assert all(f.drop_reason is None and not f.late for f in reader.call_fates(session).values())
+        assert all(
+            f.drop_reason is None and not f.late for f in reader.call_fates(session).values()
+        )
         assert reader.find(session) is not None
         assert reader.find("nobody") is None
         dropped = reader.find(session)

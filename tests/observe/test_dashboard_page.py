@@ -15,7 +15,9 @@ from headrace.observe.dashboard.source import RunSource
 from headrace.observe.metrics import MetricsWriter
 from headrace.rollout.ledger import Ledger
 
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+CHROMIUM = (
+    shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+)
 pytest.importorskip("playwright", reason="playwright is not installed (pip install -e '.[dev]')")
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no chromium on this machine's PATH")
 
@@ -81,7 +83,7 @@ async def test_a_person_looks_around(visit: Any, url: str) -> None:
     assert await page.inner_text("h1") == "quickstart"
     await page.click("nav >> text=Learning")
     await page.wait_for_selector("figure:has-text('Task terminal') polyline.line.s0")
-    assert await page.locator("figure:has-text('Task terminal') .mark").count() == 4
+    assert await page.locator("figure:has-text('Task terminal') g.mark").count() == 4
     assert await page.locator("polygon.sure").count() >= 1, "rewards have intervals"
     chart = page.locator("figure:has-text('Entropy') svg.chart")
     await chart.focus()

@@ -76,9 +76,7 @@ def trajectory(source: RunSource, session_id: str) -> dict[str, Any] | None:
     return trajectories.detail(summary, session)
 
 
-def tokens(
-    source: RunSource, session_id: str, segment: int, offset: int
-) -> dict[str, Any] | None:
+def tokens(source: RunSource, session_id: str, segment: int, offset: int) -> dict[str, Any] | None:
     """Tokens of one segment; None when there are none."""
     session = source.session(session_id)
     ledger = source.ledger()

@@ -140,8 +140,7 @@ def _rewards(run: Run) -> list[dict[str, Any]]:
             [middle, bucket.total / bucket.n, low, high, bucket.n]
         )
     return [
-        {"stage": stage, "task": task, "points": points}
-        for (stage, task), points in curves.items()
+        {"stage": stage, "task": task, "points": points} for (stage, task), points in curves.items()
     ]
 
 

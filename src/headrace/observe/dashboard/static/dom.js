@@ -63,7 +63,7 @@ export function shares(entries, write) {
   const shown = entries.filter(([, size]) => size > 0);
   const total = shown.reduce((sum, [, size]) => sum + size, 0);
   if (!total) return el("p", { class: "empty" }, "Nothing yet.");
-  const words = ([label, size]) => `${label} ${write(size)} (${((100 * size) / total).toFixed(0)}%)`;
+  const words = ([label, size]) => `${label} ${write(size)} (${size / total < 0.005 ? "<1" : ((100 * size) / total).toFixed(0)}%)`;
   const track = el("div", { class: "shares", role: "img", "aria-label": shown.map(words).join(", ") },
     shown.map((entry) => {
       const part = el("i", { class: entry[2], title: words(entry) });

@@ -132,7 +132,10 @@ export function render({ choices }, place) {
     ].filter(Boolean);
   }
 
-  place.onMove((parameters) => open(parameters.get("id") || "", false));
+  place.onMove((parameters) => {
+    if (CONDITIONS.some((name) => (parameters.get(name) || "") !== filter[name])) place.again();
+    else open(parameters.get("id") || "", false);
+  });
   show();
   open(place.parameters.get("id") || "", false);
   return [box];
