@@ -23,8 +23,8 @@ from headrace.observe.live import LiveView
 from headrace.observe.machine import describe_machine
 from headrace.observe.metrics import MetricsWriter
 from headrace.observe.report import write_report
-from headrace.observe.statistics import wilson
 from headrace.observe.sinks import open_sinks
+from headrace.observe.statistics import wilson
 from headrace.observe.summary import write_summary
 from headrace.recipe import (
     AgenticRlStage,

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hostile_run import FORKED
@@ -12,8 +13,8 @@ from headrace.rollout.browsing import BrowsingReader, SessionFilter
 from headrace.rollout.types import DropReason
 
 
-def ids(reader: BrowsingReader, limit: int = 200, **conditions: object) -> list[str]:
-    wanted = SessionFilter(**conditions)  # type: ignore[arg-type]  # a shorthand
+def ids(reader: BrowsingReader, limit: int = 200, **conditions: Any) -> list[str]:
+    wanted = SessionFilter(**conditions)
     found: list[str] = []
     before: int | None = None
     while True:
@@ -52,7 +53,7 @@ def test_pages_of_any_size_give_every_session_once(hostile_run: Path) -> None:
     ],
 )
 def test_conditions_are_those_of_a_plain_scan(
-    hostile_run: Path, conditions: dict[str, object]
+    hostile_run: Path, conditions: dict[str, Any]
 ) -> None:
     with BrowsingReader.open(hostile_run) as reader:
         expected: list[str] = []
@@ -70,8 +71,8 @@ def test_conditions_are_those_of_a_plain_scan(
             scored = s.reward is not None
             if (
                 all(facts[k] == v for k, v in conditions.items() if k in facts)
-                and (low is None or (scored and s.reward >= low))  # type: ignore[operator]
-                and (high is None or (scored and s.reward <= high))  # type: ignore[operator]
+                and (low is None or (scored and s.reward >= low))
+                and (high is None or (scored and s.reward <= high))
             ):
                 expected.append(s.id)
         assert ids(reader, **conditions) == expected

@@ -46,6 +46,17 @@ async def get(client: httpx.AsyncClient, path: str, **query: object) -> Any:
     return response.json()
 
 
+def contents(run: Path) -> dict[Path, bytes]:
+    """Every file that a reader has no business with: SQLite's side files are its own."""
+    files = (path for path in run.rglob("*") if path.is_file())
+    return {f: f.read_bytes() for f in files if not f.name.endswith(("-wal", "-shm"))}
+
+
+def remove_ledger(run: Path) -> None:
+    for file in run.glob("ledger.sqlite*"):
+        file.unlink()
+
+
 async def test_the_overview_says_what_the_other_views_say(browse: Open, finished_run: Path) -> None:
     client = browse(finished_run)
     found = await get(client, "/api/overview")
@@ -243,11 +254,11 @@ async def test_other_hosts_are_refused(browse: Open, finished_run: Path, host: s
 @pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "PATCH"])
 async def test_nothing_can_be_changed(browse: Open, finished_run: Path, method: str) -> None:
     client = browse(finished_run)
-    before = {p: p.read_bytes() for p in finished_run.iterdir() if p.suffix in (".jsonl", ".json")}
+    before = contents(finished_run)
     assert (await client.request(method, "/api/trajectories")).status_code == 405
     for name in answers.AGGREGATES:
         await get(client, f"/api/{name}")
-    assert {p: p.read_bytes() for p in before} == before
+    assert contents(finished_run) == before
 
 
 async def test_a_version_follows_the_run_and_spares_answers(
@@ -330,8 +341,7 @@ async def test_damage_is_explained_and_mended_while_it_runs(
 async def test_a_ledger_that_is_replaced_is_read_anew(browse: Open, finished_run: Path) -> None:
     client = browse(finished_run)
     assert (await get(client, "/api/trajectories"))["rows"]
-    for file in finished_run.glob("ledger.sqlite*"):
-        file.unlink()
+    remove_ledger(finished_run)
     assert (await get(client, "/api/trajectories"))["rows"] == []
     assert "no rollout" in (await get(client, "/api/overview"))["problem"]
     shutil.copy(finished_run / "summary.json", finished_run / "ledger.sqlite")

@@ -233,9 +233,13 @@ class BrowsingReader(LedgerReader):
             "GROUP BY 1, 2, 3, 4 ORDER BY 5 DESC, 6 DESC LIMIT ?",
             (_MAX_REASON, limit),
         )
-        return [
-            FailureCount(*row[:5], self._store.execute(_ID_OF, (row[5],))[0][0]) for row in rows
-        ]
+        found: list[FailureCount] = []
+        for stage, task, outcome, reason, number, newest in rows:
+            ((newest_id,),) = self._store.execute(
+                "SELECT id FROM sessions WHERE key = ?", (newest,)
+            )
+            found.append(FailureCount(stage, task, outcome, reason, number, newest_id))
+        return found
 
     def _said(self, rows: Sequence[tuple[Any, ...]], needle: str) -> set[int]:
         """Keys of the sessions in which `needle` was said."""
@@ -261,9 +265,6 @@ class BrowsingReader(LedgerReader):
             if any(needle in text.lower() for text in _texts(messages)):
                 found.add(key)
         return found
-
-
-_ID_OF = "SELECT id FROM sessions WHERE key = ?"
 
 
 def _conditions(wanted: SessionFilter) -> tuple[str, list[Any]]:

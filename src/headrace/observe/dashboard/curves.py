@@ -164,7 +164,7 @@ def _series(rows: Sequence[MetricRow], names: Mapping[str, str]) -> list[dict[st
 
 
 def _magnitudes(values: Iterable[float]) -> list[list[Any]]:
-    """Values counted by magnitude, 1, 2 and 5 of every power of ten: [label, count]; zeros first."""
+    """Values counted in steps of 1, 2, 5 times powers of ten: [label, count]; zeros first."""
     zeros, counts = 0, Counter[int]()
     for value in values:
         if value <= 0:
