@@ -118,7 +118,8 @@ def test_choices_count_every_session(hostile_run: Path) -> None:
         assert choices["outcome"]["open"] == 1
         for name in ("stage", "purpose", "outcome", "task", "fate"):
             for value, number in choices[name].items():
-                assert len(ids(reader, **{name: value})) == number
+                conditions: dict[str, Any] = {name: value}
+                assert len(ids(reader, **conditions)) == number
 
 
 def test_reward_buckets_hold_every_scored_training_rollout(hostile_run: Path) -> None:

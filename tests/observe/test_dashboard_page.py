@@ -40,6 +40,12 @@ class Visit:
         if message.type in ("error", "warning"):
             self.problems.append(message.text)
 
+    async def lists(self, number: int) -> None:
+        """The list comes to hold so many trajectories."""
+        from playwright.async_api import expect
+
+        await expect(self.page.locator(".rows li")).to_have_count(number, timeout=WAIT_MS)
+
     async def checked(self) -> None:
         """Nothing failed, and no text became code."""
         assert self.problems == []
@@ -96,9 +102,9 @@ async def test_a_person_looks_around(visit: Any, url: str) -> None:
 
     await page.click("nav >> text=Trajectories")
     await page.select_option("select[name=task]", "maze")
-    await page.wait_for_function("document.querySelectorAll('.rows li').length === 6")
+    await seen.lists(6)
     await page.fill("input[name=text]", "STEP 4 <img")
-    await page.wait_for_function("document.querySelectorAll('.rows li').length === 1")
+    await seen.lists(1)
     await page.click(".rows a")
     await page.wait_for_selector(".tokens .tok")
     assert await page.locator(".tree li").count() == 6
@@ -164,7 +170,7 @@ async def test_an_export_works_without_a_server(visit: Any, hostile_run: Path) -
     export_page(hostile_run, target, trajectories=40)
     seen = await visit(f"{target.as_uri()}#/trajectories?forked=true")
     page = seen.page
-    await page.wait_for_function("document.querySelectorAll('.rows li').length === 1")
+    await seen.lists(1)
     assert "40 of" in await page.inner_text("#state")
     await page.click(".rows a")
     await page.wait_for_selector(".tokens .tok")
