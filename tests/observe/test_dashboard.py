@@ -1,6 +1,7 @@
 """The dashboard's answers over HTTP: right, bounded, read-only, live, and safe."""
 
 import json
+import os
 import shutil
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -322,6 +323,20 @@ async def test_a_run_that_begins_and_one_that_crashed(browse: Open, tmp_path: Pa
     found = await get(client, "/api/overview")
     assert found["status"] == "unfinished"
     assert found["outcomes"] == {"open": 1}
+
+
+async def test_a_run_that_fell_silent_is_told(browse: Open, finished_run: Path) -> None:
+    text = (finished_run / "summary.json").read_text()
+    (finished_run / "summary.json").write_text(text.replace('"finished"', '"running"'))
+    client = browse(finished_run)
+    found = await get(client, "/api/overview")
+    assert (found["going"], found["silent"]) == (True, False)
+    long_ago = found["last_change"] - 1000.0
+    for file in contents(finished_run):
+        os.utime(file, (long_ago, long_ago))
+    found = await get(client, "/api/overview")
+    assert (found["going"], found["silent"]) == (True, True), "reading is no sign of life"
+    assert found["last_change"] == pytest.approx(long_ago)
 
 
 async def test_damage_is_explained_and_mended_while_it_runs(

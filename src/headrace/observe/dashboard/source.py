@@ -74,9 +74,12 @@ class RunSource:
         times: list[float] = []
         for name in (SUMMARY_FILE, METRICS_FILE, LEDGER_FILE, f"{LEDGER_FILE}-wal"):
             try:
-                times.append((self.path / name).stat().st_mtime)
+                found = (self.path / name).stat()
             except OSError:
                 continue
+            # Readers make an empty write-ahead log; only a writer fills it.
+            if found.st_size:
+                times.append(found.st_mtime)
         return max(times, default=None)
 
     def ledger(self) -> BrowsingReader | None:
