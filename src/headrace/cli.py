@@ -385,6 +385,37 @@ def show(
 
 
 @app.command()
+def dashboard(
+    run_dir: RunArgument,
+    port: Annotated[
+        int,
+        typer.Option(metavar="N", min=0, max=65535, help="Port on 127.0.0.1; 0 picks a free one."),
+    ] = 8400,
+    export: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE.html", help="Write the page as one file instead, and stop."),
+    ] = None,
+    trajectories: Annotated[
+        int,
+        typer.Option(metavar="N", min=0, max=2000, help="With --export: how many go in at most."),
+    ] = 200,
+) -> int:
+    """Look at a run in a browser: curves, who waited for whom, failures, every trajectory.
+
+    Works while the run goes on, when it is finished and when it crashed. Reads only; serves this
+    machine alone. docs/dashboard.md says what each view answers.
+    """
+    if export is not None:
+        from headrace.observe.dashboard.export import export_page
+
+        typer.echo(export_page(run_dir, export, trajectories=trajectories))
+        return 0
+    from headrace.dashboard_serving import dashboard_forever
+
+    return dashboard_forever(run_dir, port=port, console=Console())
+
+
+@app.command()
 def report(run_dir: RunArgument) -> int:
     """Write a run's report.html again, from what the run directory holds."""
     from headrace.observe.report import write_report

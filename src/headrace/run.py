@@ -23,6 +23,7 @@ from headrace.observe.live import LiveView
 from headrace.observe.machine import describe_machine
 from headrace.observe.metrics import MetricsWriter
 from headrace.observe.report import write_report
+from headrace.observe.sinks import open_sinks
 from headrace.observe.statistics import wilson
 from headrace.observe.summary import write_summary
 from headrace.recipe import (
@@ -169,7 +170,9 @@ class _Run:
         async with contextlib.AsyncExitStack() as stack:
             opener = Ledger.resume if self.resume else Ledger.create
             self.ledger = stack.enter_context(opener(self.dir))
-            self.metrics = stack.enter_context(MetricsWriter(self.dir, resume=self.resume))
+            self.metrics = stack.enter_context(
+                MetricsWriter(self.dir, resume=self.resume, sinks=open_sinks(recipe, self.dir))
+            )
             stack.push_async_callback(self.cluster.close)
             self.tasks = {}
             if names := task_names(recipe):

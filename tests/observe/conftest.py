@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from hostile_run import add_hostile_sessions
 from synthetic_language import make_language_run
 from synthetic_run import START, RunMaker
 
@@ -44,6 +45,22 @@ def finished_run_template(tmp_path_factory: pytest.TempPathFactory) -> Iterator[
 def finished_run(finished_run_template: Path, tmp_path: Path) -> Path:
     """A complete small run, free to be damaged."""
     return Path(shutil.copytree(finished_run_template, tmp_path / "quickstart-7"))
+
+
+@pytest.fixture(scope="session")
+def hostile_run_template(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    with pytest.MonkeyPatch.context() as patch:
+        maker = _maker(patch)
+        path = maker.make(tmp_path_factory.mktemp("template") / "hostile")
+        add_hostile_sessions(path, maker)
+    yield path
+    shutil.rmtree(path)
+
+
+@pytest.fixture
+def hostile_run(hostile_run_template: Path, tmp_path: Path) -> Path:
+    """A run with forks, failures, an open rollout and texts that try to break a page."""
+    return Path(shutil.copytree(hostile_run_template, tmp_path / "hostile-1"))
 
 
 @pytest.fixture

@@ -99,7 +99,7 @@ def line_chart(
         width: of the view box, in pixels at scale 1.
         height: of the view box.
     """
-    drawn = [Line(s.label, _thin(s.points), s.colour, s.faint) for s in lines if s.points]
+    drawn = [Line(s.label, thin(s.points), s.colour, s.faint) for s in lines if s.points]
     xs = [x for s in drawn for x, _ in s.points] + [d.x for d in dots]
     xs += [edge for b in bands for edge in (b.start, b.end)]
     ys = [y for s in drawn for _, y in s.points] + [v for d in dots for v in (d.low, d.high)]
@@ -354,7 +354,8 @@ def _widen(low: float, high: float, air: float) -> tuple[float, float]:
     return (low, high + (high - low) * air)
 
 
-def _thin(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+def thin(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """At most 600 points, (x, y) in order of x: longer series as means of equal buckets."""
     finite = [(x, y) for x, y in points if math.isfinite(x) and math.isfinite(y)]
     n = len(finite)
     if n <= _MAX_POINTS:

@@ -1,4 +1,4 @@
-"""Metrics on disk: one JSON line per row for tools, TensorBoard events for curves.
+"""Metrics on disk: one JSON line per row for tools, and sinks such as TensorBoard for curves.
 
 One writer per run, in the controlling process; rows arrive about once a second. Rows reach the
 kernel before `log` returns, so a killed process loses none, and a line torn by a crash is cut off
@@ -10,9 +10,9 @@ import math
 import os
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Protocol
 
 import msgspec
 from tensorboard.compat.proto import event_pb2, summary_pb2
@@ -42,18 +42,33 @@ class MetricRow(msgspec.Struct, frozen=True):
     metrics: dict[str, float]
 
 
+class Sink(Protocol):
+    """Another place that gets every row."""
+
+    def scalars(self, stage: str, step: int, metrics: Mapping[str, float], now: float) -> None:
+        """One row: stage, its step, finite numbers by name, unix time in seconds."""
+        ...
+
+    def close(self) -> None:
+        """Nothing comes after this."""
+        ...
+
+
 class MetricsWriter:
-    """Appends rows to `metrics.jsonl` and `tensorboard/` of a run directory.
+    """Appends rows to `metrics.jsonl` of a run directory and hands them to sinks.
 
     Args:
         run_dir: must exist.
         resume: continue existing files; otherwise an existing metrics.jsonl is an error.
+        sinks: who else gets the rows; closed with the writer. `tensorboard/` by default.
 
     Raises:
         UserError: not resuming although rows exist, or the files cannot be written.
     """
 
-    def __init__(self, run_dir: Path, resume: bool = False) -> None:
+    def __init__(
+        self, run_dir: Path, resume: bool = False, *, sinks: Sequence[Sink] | None = None
+    ) -> None:
         self._path = run_dir / FILE_NAME
         self._started = time.time()
         if self._path.exists() and self._path.stat().st_size:
@@ -65,7 +80,7 @@ class MetricsWriter:
         try:
             # Unbuffered, so each row is one write: readers and crashes see whole lines.
             self._rows: BinaryIO = open(self._path, "ab", buffering=0)  # noqa: SIM115
-            self._board = _BoardWriter(run_dir / "tensorboard")
+            self._sinks = [BoardSink(run_dir)] if sinks is None else list(sinks)
         except OSError as error:
             raise full_disk(error, self._path) from error
 
@@ -85,7 +100,8 @@ class MetricsWriter:
                 # A short write on a regular file means that the disk is full; keep lines whole.
                 os.ftruncate(self._rows.fileno(), self._rows.tell() - written)
                 raise OSError(28, "No space left on device")
-            self._board.scalars(stage, int(step), finite, now)
+            for sink in self._sinks:
+                sink.scalars(stage, int(step), finite, now)
         except OSError as error:
             raise full_disk(error, self._path) from error
         return row
@@ -93,7 +109,8 @@ class MetricsWriter:
     def close(self) -> None:
         """Close the files. Safe to repeat."""
         self._rows.close()
-        self._board.close()
+        for sink in self._sinks:
+            sink.close()
 
     def __enter__(self) -> "MetricsWriter":
         return self
@@ -116,10 +133,11 @@ _Event: Any = event_pb2.Event  # pyright: ignore[reportAttributeAccessIssue]
 _Summary: Any = summary_pb2.Summary  # pyright: ignore[reportAttributeAccessIssue]
 
 
-class _BoardWriter:
-    """TensorBoard's event file format, written synchronously: records of scalar summaries."""
+class BoardSink:
+    """TensorBoard's event files in `tensorboard/` of a run directory, written synchronously."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, run_dir: Path) -> None:
+        folder = run_dir / "tensorboard"
         folder.mkdir(parents=True, exist_ok=True)
         now = time.time()
         name = f"events.out.tfevents.{int(now):010d}.{socket.gethostname()}.{os.getpid()}.0"
@@ -141,15 +159,45 @@ class _BoardWriter:
 
 def read_metrics(run_dir: Path) -> list[MetricRow]:
     """All rows of a run, in order; lines that cannot be read (torn by a crash) are skipped."""
-    try:
-        lines = (run_dir / FILE_NAME).read_bytes().splitlines()
-    except FileNotFoundError:
-        return []
-    decoder = msgspec.json.Decoder(MetricRow)
-    rows: list[MetricRow] = []
-    for line in lines:
+    tail = MetricsTail(run_dir)
+    tail.update()
+    return tail.rows
+
+
+class MetricsTail:
+    """The rows of a run that may go on: each `update` reads only what was added.
+
+    Attributes:
+        rows: so far, in order; lines that cannot be read are skipped.
+    """
+
+    def __init__(self, run_dir: Path) -> None:
+        self.rows: list[MetricRow] = []
+        self._path = run_dir / FILE_NAME
+        self._read = 0
+        self._decoder = msgspec.json.Decoder(MetricRow)
+
+    def update(self) -> bool:
+        """Read what was added; returns whether anything was."""
         try:
-            rows.append(decoder.decode(line))
-        except (msgspec.DecodeError, json.JSONDecodeError, UnicodeDecodeError):
-            continue
-    return rows
+            size = self._path.stat().st_size
+            if size == self._read:
+                return False
+            # A resumed run cuts a torn line off, so a shorter file is read again.
+            start = self._read if size > self._read else 0
+            with self._path.open("rb") as file:
+                file.seek(start)
+                added = file.read()
+        except FileNotFoundError:
+            return False
+        if start == 0:
+            self.rows.clear()
+        whole = added.rfind(b"\n") + 1
+        self._read = start + whole
+        before = len(self.rows)
+        for line in added[:whole].splitlines():
+            try:
+                self.rows.append(self._decoder.decode(line))
+            except (msgspec.DecodeError, json.JSONDecodeError, UnicodeDecodeError):
+                continue
+        return len(self.rows) != before

@@ -69,13 +69,22 @@ class Run:
         ledger_problem: why not, for people; "" otherwise.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(
+        self,
+        path: Path,
+        *,
+        rows: list[MetricRow] | None = None,
+        ledger: LedgerReader | None = None,
+    ) -> None:
+        """Read the directory; `rows` and `ledger` are given by who has read them already."""
         self.path = path
         self.recipe = _read_object(path / RECIPE_FILE)
         self.summary = read_summary(path) or {}
-        self.rows: list[MetricRow] = read_metrics(path)
-        self.ledger: LedgerReader | None = None
+        self.rows: list[MetricRow] = read_metrics(path) if rows is None else rows
+        self.ledger: LedgerReader | None = ledger
         self.ledger_problem = ""
+        if ledger is not None:
+            return
         if (path / LEDGER_FILE).is_file():
             try:
                 self.ledger = LedgerReader.open(path)
@@ -176,6 +185,13 @@ class Run:
             found.append(Span(stage["name"], start, rows[-1].elapsed))
         return found
 
+    def measured_at(self) -> dict[str, float]:
+        """When the model after each stage existed, in seconds since the run started, by stage.
+
+        Evaluations are drawn there: when their stage ended, "start" at 0.
+        """
+        return {"start": 0.0} | {span.stage: span.end for span in self.spans()}
+
     def comparisons(self) -> list[Comparison]:
         """Every stage against the model it started from, then against rivals with that start."""
         found: dict[str, Mapping[str, Any]] = {}
@@ -228,6 +244,15 @@ def open_run(run_dir: Path) -> Run:
     Raises:
         UserError: no such directory, or nothing in it comes from a run.
     """
+    return Run(require_run(run_dir))
+
+
+def require_run(run_dir: Path) -> Path:
+    """The directory, when something in it comes from a run.
+
+    Raises:
+        UserError: it does not, or there is no such directory.
+    """
     path = Path(run_dir)
     if not path.is_dir():
         near = _nearest(path.name, _siblings(path.parent))
@@ -239,7 +264,7 @@ def open_run(run_dir: Path) -> Run:
             f"run {path}: not a run directory (no {RECIPE_FILE}, {SUMMARY_FILE} or "
             f"{LEDGER_FILE}){hint}"
         )
-    return Run(path)
+    return path
 
 
 def find_session(ledger: LedgerReader, wanted: str) -> SessionSummary:

@@ -3,7 +3,6 @@
 Reads a run directory, prints to a rich console, changes nothing; safe beside a run in progress.
 """
 
-import codecs
 from collections import Counter
 from itertools import islice
 from pathlib import Path
@@ -15,7 +14,9 @@ from rich.text import Text
 from rich.tree import Tree
 
 from headrace.errors import UserError
+from headrace.observe.calls import call_nodes
 from headrace.observe.conversation import conversation
+from headrace.observe.fates import fate_words, short_fate, version_words
 from headrace.observe.laws import laws_of
 from headrace.observe.measurements import Measure, aspects, latest, tabulate
 from headrace.observe.runs import Run, find_session, open_run
@@ -89,7 +90,7 @@ def list_trajectories(run_dir: Path, console: Console, limit: int = LISTED) -> N
                 _reward(session),
                 count(session.tokens),
                 "–" if session.oldest_version is None else str(session.oldest_version),
-                Text(_short_fate(session)),
+                Text(short_fate(session)),
             )
         console.print(table)
         if total > limit:
@@ -158,24 +159,19 @@ def call_tree(session: Session) -> Tree:
     """The calls of a session under the calls they continue, in order."""
     root = Tree(Text(session.id, style="bold"))
     branches: dict[str, Tree] = {}
-    lengths: dict[str, int] = {}
-    for call in session.calls:
-        sampled = len(call.output_ids)
-        held = lengths.get(call.parent_id or "", 0)
-        lengths[call.id] = held + len(call.prompt_delta) + sampled
-        words = Text(f"call {call.index}  ")
-        if call.model is not None:
-            words.append(f"{printable(call.model)}: ", style="magenta")
-        words.append(f"{held} held + {len(call.prompt_delta)} read, {sampled} sampled")
-        words.append(f"  {call.finish_reason}", style="dim")
-        if call.parse_state is not ParseState.OK:
-            words.append(f"  {call.parse_state}", style="red")
-        if call.fork_reason is not None:
-            words.append(f"  fork: {call.fork_reason}", style="yellow")
-        versions = sorted({span.weight_version for span in call.spans})
-        if versions:
-            words.append("  " + ", ".join(f"v{version}" for version in versions), style="dim")
-        branches[call.id] = branches.get(call.parent_id or "", root).add(words)
+    for node in call_nodes(session):
+        words = Text(f"call {node.index}  ")
+        if node.model is not None:
+            words.append(f"{printable(node.model)}: ", style="magenta")
+        words.append(f"{node.held} held + {node.read} read, {node.sampled} sampled")
+        words.append(f"  {node.finish_reason}", style="dim")
+        if node.parse_state is not ParseState.OK:
+            words.append(f"  {node.parse_state}", style="red")
+        if node.fork_reason is not None:
+            words.append(f"  fork: {node.fork_reason}", style="yellow")
+        if node.versions:
+            words.append("  " + ", ".join(f"v{version}" for version in node.versions), style="dim")
+        branches[node.id] = branches.get(node.parent_id or "", root).add(words)
     return root
 
 
@@ -352,7 +348,7 @@ def _print_session_head(summary: SessionSummary, session: Session, console: Cons
         *(f"{name} {value:g}" for name, value in sorted(summary.rewards.items())),
         f"{len(session.calls)} calls",
         f"{summary.tokens} tokens sampled",
-        _fate(summary),
+        fate_words(summary),
     ]
     if summary.reason:
         verdict.insert(1, f"({printable(summary.reason)})")
@@ -378,14 +374,11 @@ def _inline(segment: Segment, vocabulary: Vocabulary) -> Text:
     A character whose bytes span tokens appears with the token that completes it.
     """
     line = Text()
-    decoder = codecs.getincrementaldecoder("utf-8")("backslashreplace")
-    columns = zip(segment.ids, segment.train_mask, segment.logprobs, segment.versions, strict=True)
-    style = "dim"
-    for token_id, masked, logprob, version in columns:
+    texts = vocabulary.running(segment.ids)
+    columns = zip(texts, segment.train_mask, segment.logprobs, segment.versions, strict=True)
+    for text, masked, logprob, version in columns:
         style = _logprob_style(logprob) if version >= 0 else "dim"
-        style = f"underline {style}" if masked else style
-        line.append(printable(decoder.decode(vocabulary.raw(token_id))), style=style)
-    line.append(printable(decoder.decode(b"", final=True)), style=style)
+        line.append(printable(text), style=f"underline {style}" if masked else style)
     return line
 
 
@@ -420,14 +413,9 @@ def _token_table(segment: Segment, vocabulary: Vocabulary | None, summary: Sessi
             Text(words if special else f"'{words}'", style="bold magenta" if special else style),
             Text(mask_word if masked else "–", style=mask_style if masked else "dim"),
             Text(f"{logprob:.4f}" if sampled else "–", style=style),
-            _version_words(version, newest) if sampled else "–",
+            version_words(version, newest) if sampled else "–",
         )
     return table
-
-
-def _version_words(version: int, newest: int) -> str:
-    """What is known of a token's weights: "v4", or "v4..v6" where the engine told bounds alone."""
-    return f"v{version}" if newest == version else f"v{version}..v{newest}"
 
 
 def _logprob_style(logprob: float) -> str:
@@ -441,20 +429,3 @@ def _reward(session: SessionSummary) -> Text:
     if session.reward is None:
         return Text("–", style="dim")
     return Text(f"{session.reward:g}", style="green" if session.reward >= 1 else "red")
-
-
-def _short_fate(session: SessionSummary) -> str:
-    if session.step is not None:
-        return f"update {session.step}"
-    return "pending" if session.drop_reason is None else session.drop_reason.value
-
-
-def _fate(session: SessionSummary) -> str:
-    """What became of the session's tokens, in words."""
-    if session.step is not None:
-        return f"trained in update {session.step}, advantage {session.advantage:+.3f}"
-    if session.batch is not None:
-        return f"cut into batch {session.batch}, not trained yet"
-    if session.drop_reason is not None:
-        return f"not trained: {session.drop_reason.value}"
-    return "pending"

@@ -38,6 +38,29 @@ def wilson(ok: int, n: int) -> tuple[float, float]:
     return low, high
 
 
+def mean_interval(n: int, total: float, squares: float) -> tuple[float, float] | None:
+    """The interval of a mean: Wilson's where every value is 0 or 1, else the normal one.
+
+    Args:
+        n: values, taken as independent.
+        total: their sum.
+        squares: the sum of their squares.
+
+    Returns:
+        (low, high); None where the values say nothing about their spread.
+    """
+    if n < 1:
+        return None
+    # Of values 0 and 1 both sums are the same whole number; others can only meet it by chance.
+    if total == squares and total == int(total) and 0 <= total <= n:
+        return wilson(int(total), n)
+    if n < 2:
+        return None
+    mean = total / n
+    spread = Z95 * math.sqrt(max(squares / n - mean * mean, 0.0) / (n - 1))
+    return mean - spread, mean + spread
+
+
 class PairedDifference(msgspec.Struct, frozen=True):
     """How a success rate changed between two measurements of the same instances.
 

@@ -130,10 +130,13 @@ def printable(text: str) -> str:
 
 def readable(text: str) -> str:
     """`text` as any page or terminal can show it: control characters as symbols, lone surrogates
-    as escapes, line ends and tabs kept. Models write such things."""
+    as escapes, as are those that turn the direction of what follows; line ends and tabs kept.
+    Models write such things."""
     return text.translate(_CONTROL).encode("utf-8", "backslashreplace").decode("utf-8")
 
 
-_CONTROL = {i: 0x2400 + i for i in range(32) if chr(i) not in "\n\t"}
+_CONTROL: dict[int, int | str] = {i: 0x2400 + i for i in range(32) if chr(i) not in "\n\t"}
 _CONTROL |= {0x7F: 0x2421} | dict.fromkeys(range(0x80, 0xA0), 0xFFFD)
-"""Control characters to their pictures (U+2400 block), C1 controls to the replacement character."""
+_CONTROL |= {i: f"\\u{i:04x}" for i in (*range(0x202A, 0x202F), *range(0x2066, 0x206A))}
+"""Control characters to their pictures (U+2400 block), C1 controls to the replacement character,
+bidirectional overrides to escapes."""

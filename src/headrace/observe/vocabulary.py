@@ -4,6 +4,8 @@ A token of byte-level BPE may be half a character; its bytes are shown as they a
 printed is exactly what the model read or wrote.
 """
 
+import codecs
+from collections.abc import Iterable
 from pathlib import Path
 
 from tokenizers import Tokenizer
@@ -34,16 +36,21 @@ class Vocabulary:
         Raises:
             UserError: the file is there but cannot be read.
         """
+        file = cls.file_of(run_dir)
+        if file is None:
+            return None
+        try:
+            return cls(Tokenizer.from_file(str(file)))
+        except Exception as error:  # the library raises bare Exception for every bad file
+            raise UserError(f"{file}: not a readable tokenizer ({error}); restore it") from error
+
+    @staticmethod
+    def file_of(run_dir: Path) -> Path | None:
+        """The file that `of_run` reads; None when there is none."""
         files = [*run_dir.glob("checkpoints/*/tokenizer.json"), run_dir / "tokenizer.json"]
         files += run_dir.glob("tokenizer/tokenizer.json")
         found = [file for file in files if file.is_file()]
-        if not found:
-            return None
-        newest = max(found, key=lambda file: file.stat().st_mtime)
-        try:
-            return cls(Tokenizer.from_file(str(newest)))
-        except Exception as error:  # the library raises bare Exception for every bad file
-            raise UserError(f"{newest}: not a readable tokenizer ({error}); restore it") from error
+        return max(found, key=lambda file: file.stat().st_mtime, default=None)
 
     def raw(self, token_id: int) -> bytes:
         """The bytes that the id stands for; a special token's name; b"" for an unknown id."""
@@ -64,6 +71,18 @@ class Vocabulary:
     def text(self, token_id: int) -> str:
         """The id's text on one line: control characters and broken bytes escaped."""
         return printable(self.raw(token_id).decode("utf-8", errors="backslashreplace"))
+
+    def running(self, ids: Iterable[int]) -> list[str]:
+        """Texts of consecutive ids that make up the whole when joined, as decoded.
+
+        A character whose bytes span ids appears with the one that completes it; bytes that complete
+        none are escaped.
+        """
+        decoder = codecs.getincrementaldecoder("utf-8")("backslashreplace")
+        texts = [decoder.decode(self.raw(token_id)) for token_id in ids]
+        if texts:
+            texts[-1] += decoder.decode(b"", final=True)
+        return texts
 
     def is_special(self, token_id: int) -> bool:
         """Whether the id is matched as a whole, such as a role marker."""

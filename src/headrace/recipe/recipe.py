@@ -15,6 +15,7 @@ from headrace.recipe.tables import (
     MeasureTable,
     ModelTable,
     NamedModelTable,
+    ObserveTable,
     RolloutTable,
     SandboxTable,
     SessionTable,
@@ -60,6 +61,8 @@ class Recipe(Table):
     """Held-out tasks; there by default unless [measure] is."""
     measure: MeasureTable | None = None
     """Measurement of a language model."""
+    observe: ObserveTable = ObserveTable()
+    """Where metrics go."""
     stages: Annotated[tuple[Stage, ...], Field(min_length=1)]
     """In order; each starts from the result of the one before unless start_from says otherwise."""
 

@@ -309,6 +309,15 @@ class RolloutTable(Table):
     """Wall clock of the whole rollout."""
 
 
+class ObserveTable(Table):
+    """Where metrics go beside metrics.jsonl."""
+
+    tensorboard: bool = True
+    """Write TensorBoard's event files to `tensorboard/` of the run directory."""
+    wandb: Annotated[str, Field(min_length=1)] | None = None
+    """Weights & Biases project that gets every metric; needs `headrace[wandb]`."""
+
+
 class MeasureTable(Table):
     """What is measured of a language model before, between and after the stages."""
 

@@ -138,3 +138,13 @@ def decode_spans(body: bytes) -> tuple[Span, ...]:
         ValueError: the bytes are damaged.
     """
     return _decoder.decode(body).spans
+
+
+def decode_messages(body: bytes) -> list[Any]:
+    """What was said in a stored call and not yet in its parent: messages, then the response.
+
+    Raises:
+        ValueError: the bytes are damaged.
+    """
+    stored = _decoder.decode(body)
+    return [decode_json(text) for text in (*stored.messages, stored.response)]

@@ -32,7 +32,7 @@ FILE_NAME = "ledger.sqlite"
 
 _PAGE = 256  # sessions fetched at once, so that iterating neither holds everything nor a cursor
 
-_SUMMARY = """SELECT s.key, s.id, s.stage, s.purpose, g.task, g.instance, s.group_id, s.outcome,
+SESSION_SQL = """SELECT s.key, s.id, s.stage, s.purpose, g.task, g.instance, s.group_id, s.outcome,
     s.reason, s.reward, s.rewards, s.detail, s.drop_reason, m.batch, m.advantage, b.step,
     s.dispatched_at, s.finished_at,
     (SELECT COUNT(*) FROM calls c WHERE c.session = s.key),
@@ -58,7 +58,7 @@ class LedgerReader:
         self._store = store
 
     @classmethod
-    def open(cls, path: Path) -> "LedgerReader":
+    def open(cls, path: Path) -> Self:
         """Open for reading, also while a run writes.
 
         Args:
@@ -67,7 +67,7 @@ class LedgerReader:
         Raises:
             UserError: none there, damaged, foreign, or of a newer schema.
         """
-        return LedgerReader(Store.read(ledger_file(path)))
+        return cls(Store.read(ledger_file(path)))
 
     def close(self) -> None:
         """Close the file. Safe to repeat."""
@@ -106,11 +106,11 @@ class LedgerReader:
         return self._session(session_id, late_calls=False)
 
     def _session(self, session_id: str, *, late_calls: bool) -> Session:
-        rows = self._store.execute(_SUMMARY + " WHERE s.id = ?", (session_id,))
+        rows = self._store.execute(SESSION_SQL + " WHERE s.id = ?", (session_id,))
         if not rows:
             raise KeyError(f"no session {session_id!r} in {self._store.path}")
         (row,) = rows
-        summary = _summary(row)
+        summary = session_summary(row)
         return Session(
             id=summary.id,
             stage=summary.stage,
@@ -178,11 +178,11 @@ class LedgerReader:
         where = " AND ".join([*conditions, beyond])
         while left > 0:
             rows = self._store.execute(
-                f"{_SUMMARY} WHERE {where} ORDER BY s.key {order} LIMIT ?",
+                f"{SESSION_SQL} WHERE {where} ORDER BY s.key {order} LIMIT ?",
                 (*values, last, min(left, _PAGE)),
             )
             for row in rows:
-                yield _summary(row)
+                yield session_summary(row)
             if len(rows) < _PAGE:
                 return
             last, left = rows[-1][0], left - len(rows)
@@ -387,8 +387,8 @@ def ledger_file(path: Path) -> Path:
         raise UserError(f"{path} may not be read; check the permissions") from error
 
 
-def _summary(row: tuple[Any, ...]) -> SessionSummary:
-    """From a row of `_SUMMARY`."""
+def session_summary(row: tuple[Any, ...]) -> SessionSummary:
+    """A session from a row of `SESSION_SQL`, whose first column is its key."""
     return SessionSummary(
         id=row[1],
         stage=row[2],

@@ -85,7 +85,7 @@ def _timeline(run: Run) -> str:
     """Training reward as a curve, evaluations as dots where their stage ended, stages shaded."""
     spans = run.spans()
     bands = [Band(s.start / 60, s.end / 60, s.stage) for s in spans]
-    ends = {"start": 0.0} | {s.stage: s.end for s in spans}
+    ends = run.measured_at()
     lines: list[Line] = []
     for label, key, colour, faint in (
         ("mean reward of rollouts", "reward_mean", 0, True),
