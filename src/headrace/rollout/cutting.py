@@ -18,10 +18,11 @@ from headrace.rollout.types import DropReason, Segment, Session
 
 
 class TrainingMember(msgspec.Struct, frozen=True):
-    """A trajectory of a batch: its group, segments, advantage and multiplicity."""
+    """A trajectory of a batch: its group, task, segments, advantage and multiplicity."""
 
     session_id: str
     group_id: str
+    task: str
     segments: tuple[Segment, ...]
     advantage: float
     multiplicity: int
@@ -112,6 +113,7 @@ class BatchQueue:
                     TrainingMember(
                         member.session_id,
                         group.group_id,
+                        group.task,
                         found,
                         member.advantage,
                         member.multiplicity,
@@ -146,6 +148,7 @@ class BatchQueue:
                 TrainingMember(
                     member.session_id,
                     session.group_id,
+                    session.task,
                     found,
                     member.advantage,
                     member.multiplicity,

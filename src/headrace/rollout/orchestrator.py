@@ -9,12 +9,13 @@ import asyncio
 import contextlib
 import uuid
 from collections import deque
+from collections.abc import Sequence
 
 import msgspec
 
 from headrace.errors import UserError
 from headrace.rollout.cutting import BatchQueue, TrainingBatch
-from headrace.rollout.groups import GroupDecision, ScoredRollout, advantages
+from headrace.rollout.groups import GroupDecision, ScoredRollout, advantages, judged
 from headrace.rollout.ledger import Ledger
 from headrace.rollout.mixing import TaskMix
 from headrace.rollout.records import TRAIN, Recovery, WaitingGroup
@@ -39,6 +40,8 @@ class SourceConfig(msgspec.Struct, frozen=True):
     max_tokens: int
     leave_one_out: bool = False
     advantage_std: bool = False
+    judged: bool = False
+    """A teacher judges every token: rewards play no part, and every valid rollout trains."""
     synchronous: bool = False
     ready_batches: int = 2
     """Finished groups waiting for the trainer are bounded by this many batches."""
@@ -255,21 +258,21 @@ class RolloutSource:
             ScoredRollout(s.id, s.outcome or Outcome.CANCELLED, s.rewards.get("reward"))
             for s in sessions.values()
         ]
+        return self._weighted(scored, max(self.config.group_size, len(scored)))
+
+    def _weighted(self, scored: Sequence[ScoredRollout], size: int) -> GroupDecision:
+        if self.config.judged:
+            return judged(scored)
         return advantages(
             scored,
-            group_size=max(self.config.group_size, len(scored)),
+            group_size=size,
             leave_one_out=self.config.leave_one_out,
             normalise_std=self.config.advantage_std,
         )
 
     def _requeue(self, waiting: WaitingGroup) -> None:
         """A decided group from before a crash: decide again (it is pure), keep what is pending."""
-        decision = advantages(
-            waiting.rollouts,
-            group_size=waiting.size,
-            leave_one_out=self.config.leave_one_out,
-            normalise_std=self.config.advantage_std,
-        )
+        decision = self._weighted(waiting.rollouts, waiting.size)
         members = [m for m in decision.members if m.session_id in waiting.pending]
         sessions = {m.session_id: self._ledger.trainable(m.session_id) for m in members}
         if members:
