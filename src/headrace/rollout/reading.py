@@ -201,6 +201,13 @@ class LedgerReader:
             ScoredRollout(name, Outcome(outcome), reward) for name, outcome, reward in rows
         )
 
+    def attempts(self, group_id: str) -> int:
+        """Sessions that were dispatched for the group so far, lost ones included."""
+        ((count,),) = self._store.execute(
+            "SELECT COUNT(*) FROM sessions WHERE group_id = ?", (group_id,)
+        )
+        return count
+
     # --- accounting -------------------------------------------------------------------------
 
     def conservation(self, stage: str | None = None) -> Conservation:

@@ -69,6 +69,7 @@ class IncompleteGroup(msgspec.Struct, frozen=True):
         group_id, stage, purpose, task, instance: what to dispatch again.
         missing: how many rollouts to dispatch, >= 1.
         finished: sessions that are kept.
+        lost: sessions that crashes took from it, in order of dispatch.
     """
 
     group_id: str
@@ -78,6 +79,7 @@ class IncompleteGroup(msgspec.Struct, frozen=True):
     instance: dict[str, Any]
     missing: int
     finished: tuple[str, ...]
+    lost: tuple[str, ...] = ()
 
 
 class WaitingGroup(msgspec.Struct, frozen=True):

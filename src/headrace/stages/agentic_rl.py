@@ -65,6 +65,7 @@ async def run_agentic_rl(
             leave_one_out=stage.baseline == "leave_one_out",
             advantage_std=stage.divides_by_std,
             synchronous=stage.mode == "sync",
+            seed=context.recipe.seed,
         ),
         runner=system.runner,
         ledger=ledger,

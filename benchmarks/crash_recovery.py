@@ -1,0 +1,358 @@
+"""What SIGKILL at random moments does to a run: nothing, if the record is worth its name.
+
+A short deterministic run (supervised warm-up, then synchronous RL on the terminal task with a model
+of a few hundred thousand parameters) goes through once without interruption. Then it goes through
+again while its trainer, its engine, its main process (orchestrator, gateway, ledger) or its whole
+process group is killed at random moments, and is resumed each time, in as many runs as it takes.
+After each kill the ledger is audited and nothing may be left of the dead: processes, shared memory,
+temporary files. In the end each interrupted run must have trained the same trajectories (problem,
+tokens, advantage to the bit, update) as the uninterrupted one.
+"""
+
+import argparse
+import contextlib
+import hashlib
+import os
+import random
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+from report import fill_sizes, new_parser, print_report
+
+from headrace.rollout.audit import audit
+from headrace.rollout.reading import LedgerReader, ledger_file
+from headrace.rollout.trained import trained_trajectories
+
+STAGE = "rl"
+TARGETS = ("trainer", "engine", "main", "all")
+DEADLINE_S = 600.0
+"""Longest that one process of a run may take."""
+GONE_S = 15.0
+"""So long after its end nothing of a run may be left."""
+_POLL_S = 0.02
+_MARK = "HEADRACE_CRASH_RECOVERY"
+
+RECIPE = """
+name = "crashes"
+seed = {seed}
+[model.init]
+family = "llama"
+hidden_size = 96
+intermediate_size = 256
+num_layers = 2
+num_heads = 4
+num_kv_heads = 4
+max_positions = 384
+[tokenizer]
+vocab_size = 480
+demonstrations = 300
+[engine]
+max_running = 16
+max_context = 384
+deterministic = true
+[tasks.terminal]
+families = ["delete_extension", "set_mode", "count_files"]
+level_weights = [1.0, 0.0, 0.0]
+[[stages]]
+kind = "sft"
+name = "warmup"
+demonstrations = 400
+quality = 0.5
+steps = {warmup}
+batch_tokens = 2048
+learning_rate = 4e-3
+evaluate = false
+[[stages]]
+kind = "agentic_rl"
+name = "rl"
+mode = "sync"
+updates = {updates}
+group_size = 4
+groups_per_batch = 4
+concurrency = 16
+publish_every = 2
+learning_rate = 1e-3
+evaluate = false
+"""
+
+
+class Failure(Exception):
+    """What must not happen."""
+
+
+class Lives:
+    """One run in a folder of its own, process after process.
+
+    Args:
+        recipe: its file.
+        folder: for everything it writes; made, and must not exist.
+    """
+
+    def __init__(self, recipe: Path, folder: Path) -> None:
+        self.run_dir = folder / "run"
+        self.temporary = folder / "tmp"
+        self.temporary.mkdir(parents=True)
+        self.recipe = recipe
+        self.mark = uuid.uuid4().hex
+        self.output = folder / "output.txt"
+        self.starts = 0
+        self.process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> subprocess.Popen[bytes]:
+        """Begin the run, or resume it."""
+        arguments = ["run", str(self.recipe), "--run-dir", str(self.run_dir)]
+        if (self.run_dir / "recipe.json").exists():
+            arguments = ["run", "--resume", str(self.run_dir)]
+        elif self.run_dir.exists():  # killed before it was a run
+            shutil.rmtree(self.run_dir)
+        environment = {
+            **os.environ,
+            "NO_COLOR": "1",
+            "TMPDIR": str(self.temporary),
+            # A cache, meant to stay.
+            "TORCHINDUCTOR_CACHE_DIR": str(self.recipe.parent / "compiled"),
+            _MARK: self.mark,
+        }
+        with self.output.open("ab") as output:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "headrace.cli", *arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                env=environment,
+                start_new_session=True,
+            )
+        self.starts += 1
+        return self.process
+
+    def worker(self, kind: str) -> int | None:
+        """Process id of the engine, or of a stage's trainer; None if there is none now."""
+        for pid in self._processes():
+            with contextlib.suppress(OSError):
+                if b"headrace.cluster.worker" not in Path(f"/proc/{pid}/cmdline").read_bytes():
+                    continue
+                log = Path(os.readlink(f"/proc/{pid}/fd/1")).stem
+                if (log == "engine") == (kind == "engine"):
+                    return pid
+        return None
+
+    def kill(self, target: str) -> bool:
+        """SIGKILL what `target` names; False if the run ended before there was such a thing."""
+        process = self.process
+        assert process is not None
+        if target == "all":
+            os.killpg(process.pid, signal.SIGKILL)
+        elif target == "main":
+            process.kill()
+        else:
+            deadline = time.monotonic() + DEADLINE_S
+            while (pid := self.worker(target)) is None:
+                if process.poll() is not None or time.monotonic() > deadline:
+                    return False
+                time.sleep(_POLL_S)  # another process's children: nothing to wait on
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+            return True
+        process.wait(DEADLINE_S)
+        return True
+
+    def left_behind(self) -> list[str]:
+        """What there still is of a run whose main process has ended, once it had time to go."""
+        deadline = time.monotonic() + GONE_S
+        while (found := list(self._remains())) and time.monotonic() < deadline:
+            time.sleep(_POLL_S)
+        return found
+
+    def _remains(self) -> Iterator[str]:
+        for pid in self._processes():
+            with contextlib.suppress(OSError):
+                command = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ")
+                yield f"process {pid}: {command.decode(errors='replace')[:100]}"
+        run = hashlib.blake2b(os.fsencode(self.run_dir.resolve()), digest_size=8).hexdigest()
+        if (shared := Path(f"/dev/shm/headrace-{run}")).exists():
+            yield f"shared memory {shared}"
+        yield from (f"temporary {path.name}" for path in self.temporary.iterdir())
+
+    def _processes(self) -> Iterator[int]:
+        mark = f"{_MARK}={self.mark}".encode()
+        for entry in Path("/proc").iterdir():
+            if entry.name.isdigit():
+                with contextlib.suppress(OSError):
+                    if mark in (entry / "environ").read_bytes():
+                        yield int(entry.name)
+
+    def end(self) -> None:
+        """Kill what is left of it."""
+        if self.process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait(DEADLINE_S)
+
+    def check_audit(self) -> None:
+        """Raises Failure when a law is broken in its record as it is now."""
+        if not ledger_file(self.run_dir).exists():
+            return  # killed before it had one
+        from headrace.errors import UserError
+
+        try:
+            reader = LedgerReader.open(self.run_dir)
+        except UserError as error:
+            if "is empty" in str(error):
+                return
+            raise
+        with reader as ledger:
+            broken = {law: detail for law, (held, detail) in audit(ledger).items() if not held}
+        if broken:
+            raise Failure(f"{self.run_dir}: {broken}")
+
+
+class Trained:
+    """What a finished run has trained."""
+
+    def __init__(self, run_dir: Path) -> None:
+        with LedgerReader.open(run_dir) as ledger:
+            self.trajectories = trained_trajectories(ledger, STAGE)
+            sessions = list(ledger.sessions(stage=STAGE))
+            self.lost = sum(session.reason == "crash" for session in sessions)
+            self.replayed = sum(batch.replays for batch in ledger.batches(STAGE))
+        weights = run_dir / "checkpoints" / STAGE / "model.safetensors"
+        self.weights = hashlib.sha256(weights.read_bytes()).hexdigest()
+
+
+def crash(arguments: argparse.Namespace, folder: Path) -> dict[str, float]:
+    """Run without and with kills; counts and times.
+
+    Raises:
+        Failure: something is broken, lost, left behind or different.
+    """
+    recipe = folder / "crashes.toml"
+    recipe.write_text(
+        RECIPE.format(
+            seed=arguments.seed, warmup=arguments.warmup_steps, updates=arguments.updates
+        )
+    )
+    began = time.monotonic()
+    whole = Lives(recipe, folder / "whole")
+    if whole.start().wait(DEADLINE_S) != 0:
+        raise Failure(f"the uninterrupted run failed: {_tail(whole.output)}")
+    uninterrupted_s = time.monotonic() - began
+    wanted = Trained(whole.run_dir)
+    _require_gone(whole)
+    chance = random.Random(arguments.seed)
+    kills: Counter[str] = Counter()
+    found: list[Trained] = []
+    starts = 0
+    while not found or sum(kills.values()) < arguments.kills:
+        lives = Lives(recipe, folder / f"broken-{len(found)}")
+        try:
+            _live_through(lives, arguments, chance, kills)
+            found.append(Trained(lives.run_dir))
+        finally:
+            lives.end()
+        starts += lives.starts - 1
+        different = (found[-1].trajectories - wanted.trajectories).total() + (
+            wanted.trajectories - found[-1].trajectories
+        ).total()
+        if different:
+            raise Failure(f"{different} trajectories are not those of the uninterrupted run")
+        print(f"{dict(kills)}: run {len(found)} is equal", file=sys.stderr, flush=True)
+    same = [run.weights == wanted.weights for run in found]
+    return {
+        "kills": sum(kills.values()),
+        **{f"kills_{target}": kills[target] for target in TARGETS},
+        "audits_clean": sum(kills.values()) + len(found),
+        "runs_compared": len(found),
+        "resumes": starts,
+        "trajectories_trained": wanted.trajectories.total(),
+        "trajectories_different": 0,
+        "weights_equal": float(all(same)),
+        "rollouts_lost_in_crashes": sum(run.lost for run in found),
+        "batches_replayed": sum(run.replayed for run in found),
+        "uninterrupted_s": uninterrupted_s,
+        "wall_s": time.monotonic() - began,
+        "run_s": statistics.fmean([time.monotonic() - began - uninterrupted_s]) / len(found),
+    }
+
+
+def _live_through(
+    lives: Lives, arguments: argparse.Namespace, chance: random.Random, kills: Counter[str]
+) -> None:
+    """One run to its end, with kills until there were enough."""
+    process = lives.start()
+    while True:
+        more = sum(kills.values()) < arguments.kills
+        after = chance.uniform(0.2, arguments.within_s) if more else DEADLINE_S
+        target = chance.choice(TARGETS)
+        try:
+            code = process.wait(after)
+        except subprocess.TimeoutExpired:
+            if not more:
+                raise Failure(f"{lives.run_dir} does not end") from None
+            if lives.kill(target):
+                kills[target] += 1
+                lives.check_audit()
+            if process.poll() is None:
+                continue  # only a part of it was killed, which it may outlive
+            code = process.returncode
+        _require_gone(lives)
+        if code == 0:
+            lives.check_audit()
+            return
+        if code not in (2, -signal.SIGKILL):
+            raise Failure(f"exit code {code} after {dict(kills)}: {_tail(lives.output)}")
+        process = lives.start()
+
+
+def _require_gone(lives: Lives) -> None:
+    if left := lives.left_behind():
+        raise Failure(f"left behind: {left}")
+
+
+def _tail(output: Path) -> str:
+    return output.read_text(errors="replace")[-2000:]
+
+
+def main() -> None:
+    """Entry point."""
+    parser = new_parser(__doc__, quick="3 kills of a shorter run (about a minute)")
+    parser.add_argument("--kills", type=int, help="how many")
+    parser.add_argument("--updates", type=int, help="of the RL stage")
+    parser.add_argument("--warmup-steps", type=int, help="of the supervised stage")
+    parser.add_argument("--within-s", type=float, help="longest time from a start to its kill")
+    parser.add_argument("--seed", type=int, default=0, help="of the recipe and the kills")
+    parser.add_argument("--folder", type=Path, help="keep everything there instead of nowhere")
+    arguments = fill_sizes(
+        parser.parse_args(),
+        (("kills", 3, 30), ("updates", 4, 12), ("warmup_steps", 60, 100), ("within_s", 12, 16)),
+    )
+    with contextlib.ExitStack() as stack:
+        if arguments.folder is None:
+            temporary = tempfile.TemporaryDirectory(prefix="headrace-crashes-")
+            folder = Path(stack.enter_context(temporary))
+        else:
+            folder = arguments.folder
+            folder.mkdir(parents=True)
+        metrics = crash(arguments, folder)
+    print_report(
+        "crash_recovery",
+        arguments,
+        metrics,
+        "Every figure but the times is the same on any machine for which the run is deterministic "
+        "within itself; kills hit other moments there.",
+        kills=arguments.kills,
+        updates=arguments.updates,
+        seed=arguments.seed,
+    )
+
+
+if __name__ == "__main__":
+    main()
