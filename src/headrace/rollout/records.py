@@ -82,6 +82,26 @@ class IncompleteGroup(msgspec.Struct, frozen=True):
     lost: tuple[str, ...] = ()
 
 
+class GroupRecord(msgspec.Struct, frozen=True):
+    """A group as the ledger has it.
+
+    Attributes:
+        id, stage, purpose: of the group.
+        size: rollouts it is meant to have.
+        state: what was decided.
+        drop_reason: why it was dropped as a whole; None otherwise.
+        members: rollouts it has, without those that a crash took.
+    """
+
+    id: str
+    stage: str
+    purpose: str
+    size: int
+    state: str
+    drop_reason: str | None
+    members: int
+
+
 class WaitingGroup(msgspec.Struct, frozen=True):
     """A complete group with sessions that are neither in a batch nor dropped.
 
