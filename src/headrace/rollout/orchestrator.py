@@ -1,33 +1,26 @@
-"""Keeps rollouts in flight, decides their groups and cuts batches.
+"""Keeps rollouts in flight and decides their groups.
 
 Producer and consumer meet here: rollouts are dispatched group by group as long as there is room,
 never waiting for a batch; `cut` hands out a batch as soon as enough finished groups carry signal.
-Staleness is looked at in `cut` and nowhere else (law L7). All decisions go to the ledger first.
+All decisions go to the ledger first. How a batch is made of groups is `cutting`'s business.
 """
 
 import asyncio
 import contextlib
 from collections import deque
-from collections.abc import Sequence
 
 import msgspec
 
 from headrace.errors import UserError
-from headrace.rollout.groups import GroupDecision, ScoredRollout, WeightedRollout, advantages
+from headrace.rollout.cutting import BatchQueue, TrainingBatch
+from headrace.rollout.groups import GroupDecision, ScoredRollout, advantages
 from headrace.rollout.ledger import Ledger
 from headrace.rollout.mixing import TaskMix
 from headrace.rollout.naming import missing_names, place, rollout_seed, session_name
-from headrace.rollout.records import (
-    TRAIN,
-    Batch,
-    BatchMember,
-    Recovery,
-    WaitingGroup,
-)
+from headrace.rollout.records import TRAIN, Recovery, WaitingGroup
 from headrace.rollout.runner import FinishedRollout, RolloutRunner, Ticket
-from headrace.rollout.segments import segments
-from headrace.rollout.staleness import is_stale
-from headrace.rollout.types import DropReason, Outcome, Segment, Session
+from headrace.rollout.types import DropReason, Outcome, Session
+from headrace.rollout.window import Window
 from headrace.tasks.types import TaskInstance
 
 FAILURES_IN_A_ROW = 64
@@ -53,62 +46,6 @@ class SourceConfig(msgspec.Struct, frozen=True):
     """Finished groups waiting for the trainer are bounded by this many batches."""
 
 
-class TrainingMember(msgspec.Struct, frozen=True):
-    """A trajectory of a batch: its group, segments, advantage and multiplicity."""
-
-    session_id: str
-    group_id: str
-    segments: tuple[Segment, ...]
-    advantage: float
-    multiplicity: int
-
-
-class TrainingBatch(msgspec.Struct, frozen=True):
-    """What the trainer gets. `index` identifies it in the ledger."""
-
-    index: int
-    members: tuple[TrainingMember, ...]
-
-
-class TaskCounts(msgspec.Struct):
-    """What one task did since the last look; counts and sums."""
-
-    dispatched: int = 0
-    """Groups."""
-    finished: int = 0
-    """Rollouts."""
-    scored: int = 0
-    reward_sum: float = 0.0
-    trained: int = 0
-    """Groups handed to the trainer."""
-
-
-class Window(msgspec.Struct):
-    """What happened since the last look; counts and sums."""
-
-    finished: int = 0
-    scored: int = 0
-    reward_sum: float = 0.0
-    env_failed: int = 0
-    turns: int = 0
-    sampled_tokens: int = 0
-    groups: int = 0
-    dropped_no_signal: int = 0
-    dropped_invalid: int = 0
-    dropped_stale: int = 0
-    tasks: dict[str, TaskCounts] = msgspec.field(default_factory=dict)
-
-    def of(self, task: str) -> TaskCounts:
-        """The counts of one task, made on first use."""
-        return self.tasks.setdefault(task, TaskCounts())
-
-
-class _ReadyGroup(msgspec.Struct):
-    group_id: str
-    members: list[WeightedRollout]
-    sessions: dict[str, Session]
-
-
 class RolloutSource:
     """The producer side of one RL stage.
 
@@ -130,10 +67,14 @@ class RolloutSource:
         self._runner = runner
         self._ledger = ledger
         self.mix = mix
-        self._next_batch = next_batch
-        self._replay: deque[Batch] = deque()
         self._open: dict[str, tuple[int, dict[str, Session]]] = {}
-        self._ready: deque[_ReadyGroup] = deque()
+        self._ready = BatchQueue(
+            ledger,
+            stage=config.stage,
+            staleness=config.staleness,
+            max_tokens=config.max_tokens,
+            next_batch=next_batch,
+        )
         self._rollouts: dict[asyncio.Task[None], str] = {}
         self._room_changed = asyncio.Event()
         self._ready_changed = asyncio.Event()
@@ -148,8 +89,8 @@ class RolloutSource:
 
     def resume(self, recovery: Recovery) -> None:
         """Take over what a crashed process left: replays, waiting and incomplete groups."""
-        self._next_batch = recovery.next_batch
-        self._replay.extend(recovery.replay)
+        self._ready.next_batch = recovery.next_batch
+        self._ready.replay_first(recovery.replay)
         for waiting in recovery.undecided:
             self._decide(
                 waiting.group_id,
@@ -187,7 +128,7 @@ class RolloutSource:
     @property
     def replaying(self) -> bool:
         """Whether batches wait that a crashed process had cut but not trained."""
-        return bool(self._replay)
+        return self._ready.replaying
 
     @property
     def in_flight(self) -> int:
@@ -314,13 +255,13 @@ class RolloutSource:
         elif decision.drop_reason is DropReason.GROUP_INVALID:
             self.window.dropped_invalid += 1
         if decision.members:
-            self._ready.append(_ReadyGroup(group_id, list(decision.members), sessions))
+            self._ready.add(group_id, decision.members, sessions)
         self._wake()
 
     def _decision(self, sessions: dict[str, Session]) -> GroupDecision:
         scored = [
             ScoredRollout(s.id, s.outcome or Outcome.CANCELLED, s.rewards.get("reward"))
-            # Not in the order they ended in: floating-point sums of a batch depend on its order.
+            # As dispatched, not as finished; see `BatchQueue.cut`.
             for s in sorted(sessions.values(), key=lambda session: place(session.id))
         ]
         return advantages(
@@ -340,7 +281,8 @@ class RolloutSource:
         )
         members = [m for m in decision.members if m.session_id in waiting.pending]
         sessions = {m.session_id: self._ledger.trainable(m.session_id) for m in members}
-        self._ready.append(_ReadyGroup(waiting.group_id, members, sessions))
+        if members:
+            self._ready.add(waiting.group_id, members, sessions)
 
     # -- cutting ----------------------------------------------------------------------------
 
@@ -350,14 +292,17 @@ class RolloutSource:
         Raises:
             UserError: the environment fails again and again.
         """
-        if self._replay:
-            return self._replayed(self._replay.popleft())
+        if self._ready.replaying:
+            return self._ready.replayed()
         deadline = asyncio.get_running_loop().time() + timeout_s
         if self.config.synchronous:
             self._credit = self._round_left()
             self._wake()
         while True:
-            self._drop_stale(version)
+            stale = self._ready.drop_stale(version)
+            if stale:
+                self.window.dropped_stale += stale
+                self._room_changed.set()
             if self._enough():
                 return self._cut(version)
             if self._error is not None:
@@ -400,90 +345,17 @@ class RolloutSource:
         self._wake()
         return False
 
-    def _drop_stale(self, version: int) -> None:
-        """Remove trajectories that are too old for a batch cut now."""
-        stale: list[tuple[str, DropReason]] = []
-        for group in self._ready:
-            keep: list[WeightedRollout] = []
-            for member in group.members:
-                versions = _versions(group.sessions[member.session_id])
-                if is_stale(version, versions, self.config.staleness):
-                    stale.append((member.session_id, DropReason.STALE))
-                else:
-                    keep.append(member)
-            group.members = keep
-        if stale:
-            self.window.dropped_stale += len(stale)
-            self._ledger.drop(stale)
-            self._ready = deque(g for g in self._ready if g.members)
-            self._room_changed.set()
-
     def _cut(self, version: int) -> TrainingBatch:
-        """Take the oldest groups, oldest first."""
-        count = len(self._ready) if self.config.synchronous else self.config.groups_per_batch
-        groups = [self._ready.popleft() for _ in range(count)]
-        if self.config.synchronous:  # as dispatched, not as finished
-            groups.sort(key=lambda group: place(group.group_id))
-        index = self._next_batch
-        self._next_batch += 1
-        members: list[TrainingMember] = []
-        records: list[BatchMember] = []
-        for group in groups:
-            # One instance, one task; a ready group has members.
-            self.window.of(next(iter(group.sessions.values())).task).trained += 1
-            for member in group.members:
-                found, excluded = self._segments(group.sessions[member.session_id])
-                records.append(
-                    BatchMember(member.session_id, member.advantage, member.multiplicity, excluded)
-                )
-                members.append(
-                    TrainingMember(
-                        member.session_id,
-                        group.group_id,
-                        found,
-                        member.advantage,
-                        member.multiplicity,
-                    )
-                )
-        self._ledger.cut_batch(
-            Batch(self.config.stage, index, version, self.config.staleness, tuple(records))
+        config = self.config
+        batch = self._ready.cut(
+            version, len(self._ready) if config.synchronous else config.groups_per_batch
         )
+        for task, groups in batch.tasks.items():
+            self.window.of(task).trained += groups
         self._wake()
-        return TrainingBatch(index, tuple(members))
-
-    def _segments(self, session: Session) -> tuple[tuple[Segment, ...], dict[str, DropReason]]:
-        """Segments short enough to train on, and the calls they leave out with their reason."""
-        kept = tuple(segments(session, self.config.max_tokens))
-        owned = {call_id for segment in kept for call_id in segment.call_ids}
-        excluded = {
-            call.id: DropReason.TOO_LONG
-            for call in session.policy_calls
-            if call.spans and call.id not in owned
-        }
-        return kept, excluded
-
-    def _replayed(self, batch: Batch) -> TrainingBatch:
-        """A batch that had been cut before a crash, rebuilt verbatim from the evidence."""
-        members = []
-        for member in batch.members:
-            session = self._ledger.trainable(member.session_id)
-            found, _ = self._segments(session)
-            members.append(
-                TrainingMember(
-                    member.session_id,
-                    session.group_id,
-                    found,
-                    member.advantage,
-                    member.multiplicity,
-                )
-            )
-        return TrainingBatch(batch.index, tuple(members))
+        return batch
 
 
 def cursor_key(stage: str) -> str:
     """Name under which the ledger keeps what a stage has dispatched; see `TaskMix.state`."""
     return f"cursor:{stage}"
-
-
-def _versions(session: Session) -> Sequence[int]:
-    return [span.weight_version for call in session.policy_calls for span in call.spans]

@@ -19,7 +19,8 @@ from headrace.errors import UserError
 from headrace.model.shared_folder import own_folder
 from headrace.recipe import AgenticRlStage
 from headrace.rollout.mixing import HeldOut, TaskMix, TaskShare
-from headrace.rollout.orchestrator import RolloutSource, SourceConfig, Window, cursor_key
+from headrace.rollout.orchestrator import RolloutSource, SourceConfig, cursor_key
+from headrace.rollout.window import Window
 from headrace.stages.context import (
     SAVE_TIMEOUT_S,
     StageContext,
