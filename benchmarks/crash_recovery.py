@@ -1,6 +1,6 @@
 """What SIGKILL at random moments does to a run: nothing, if the record is worth its name.
 
-A short deterministic run (supervised warm-up, then synchronous RL on the terminal task with a model
+A short deterministic run (supervised warm-up, then synchronous RL on a reasoning task with a model
 of a few hundred thousand parameters) goes through once without interruption. Then it goes through
 again while its trainer, its engine, its main process (orchestrator, gateway, ledger) or its whole
 process group is killed at random moments, and is resumed each time, in as many runs as it takes.
@@ -59,29 +59,34 @@ demonstrations = 300
 max_running = 16
 max_context = 384
 deterministic = true
-[tasks.terminal]
-families = ["delete_extension", "set_mode", "count_files"]
-level_weights = [1.0, 0.0, 0.0]
+[tasks.reasoning]
+system_prompt = "Count."
+families = {{ count_bits = {{ min_n = 1, max_n = 31 }} }}
+[evaluation]
+task = "reasoning"
+instances = 8
+before = false
 [[stages]]
 kind = "sft"
 name = "warmup"
+task = "reasoning"
 demonstrations = 400
 quality = 0.5
 steps = {warmup}
+checkpoint_every = 20
 batch_tokens = 2048
 learning_rate = 4e-3
-evaluate = false
 [[stages]]
 kind = "agentic_rl"
 name = "rl"
+task = "reasoning"
 mode = "sync"
 updates = {updates}
 group_size = 4
 groups_per_batch = 4
 concurrency = 16
 publish_every = 2
-learning_rate = 1e-3
-evaluate = false
+learning_rate = 2e-4
 """
 
 
@@ -164,6 +169,32 @@ class Lives:
             return True
         process.wait(DEADLINE_S)
         return True
+
+    @property
+    def updates(self) -> int:
+        """Updates of the RL stage that it has reported."""
+        try:
+            lines = (self.run_dir / "metrics.jsonl").read_text(errors="replace").splitlines()
+        except OSError:
+            return 0
+        return sum(f'"stage":"{STAGE}"' in line.replace(" ", "") for line in lines)
+
+    def wait(self, after_s: float, *, update: bool) -> bool:
+        """Until so much time has passed, counted from the next update if that is wanted; False if
+        the run ended before."""
+        process = self.process
+        assert process is not None
+        if update:
+            reached, deadline = self.updates, time.monotonic() + DEADLINE_S
+            while self.updates == reached and process.poll() is None:
+                if time.monotonic() > deadline:
+                    raise Failure(f"{self.run_dir} makes no progress")
+                time.sleep(_POLL_S)  # another process's file: nothing to wait on
+        try:
+            process.wait(after_s)
+        except subprocess.TimeoutExpired:
+            return True
+        return False
 
     def left_behind(self) -> list[str]:
         """What there still is of a run whose main process has ended, once it had time to go."""
@@ -290,19 +321,22 @@ def _live_through(
     process = lives.start()
     while True:
         more = sum(kills.values()) < arguments.kills
-        after = chance.uniform(0.2, arguments.within_s) if more else DEADLINE_S
+        # Half of the moments are counted from a start or the last kill, half from an update: a run
+        # spends as long with starting as with training when it is killed so often.
+        update = chance.random() < 0.5
+        after = chance.uniform(0.0, 1.5 if update else arguments.within_s)
         target = chance.choice(TARGETS)
-        try:
-            code = process.wait(after)
-        except subprocess.TimeoutExpired:
+        if not more:
+            update, after = False, DEADLINE_S
+        if lives.wait(after, update=update):
             if not more:
-                raise Failure(f"{lives.run_dir} does not end") from None
+                raise Failure(f"{lives.run_dir} does not end")
             if lives.kill(target):
                 kills[target] += 1
                 lives.check_audit()
             if process.poll() is None:
                 continue  # only a part of it was killed, which it may outlive
-            code = process.returncode
+        code = process.returncode
         _require_gone(lives)
         if code == 0:
             lives.check_audit()
@@ -332,7 +366,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, help="keep everything there instead of nowhere")
     arguments = fill_sizes(
         parser.parse_args(),
-        (("kills", 3, 30), ("updates", 4, 12), ("warmup_steps", 60, 100), ("within_s", 12, 16)),
+        (("kills", 3, 30), ("updates", 12, 40), ("warmup_steps", 60, 60), ("within_s", 12, 12)),
     )
     with contextlib.ExitStack() as stack:
         if arguments.folder is None:
