@@ -64,7 +64,6 @@ def _print_stage(account: StageAccount, console: Console) -> None:
     table.add_column("")
     for name in ("all", "trained", "dropped", "waiting", "open", "closes"):
         table.add_column(name, justify="right")
-    table.add_column("dropped, by reason", overflow="fold")
     groups, tokens = account.groups, account.tokens
     if groups.dispatched:
         table.add_row(
@@ -75,7 +74,6 @@ def _print_stage(account: StageAccount, console: Console) -> None:
             count(groups.waiting),
             count(groups.open),
             _yes(groups.closes),
-            _reasons(groups.dropped),
         )
     table.add_row(
         "tokens",
@@ -85,10 +83,15 @@ def _print_stage(account: StageAccount, console: Console) -> None:
         count(tokens.pending),
         "",
         _yes(tokens.closes),
-        _reasons({reason.value: n for reason, n in tokens.dropped.items()}),
     )
     console.print(table)
-    lines = [("sessions", _reasons(account.sessions))]
+    lines = []
+    if groups.dropped:
+        lines.append(("dropped", f"groups: {_reasons(groups.dropped)}"))
+    if tokens.dropped:
+        reasons = {reason.value: n for reason, n in tokens.dropped.items()}
+        lines.append(("dropped", f"tokens: {_reasons(reasons)}"))
+    lines.append(("sessions", _reasons(account.sessions)))
     batches = account.batches
     if batches.cut:
         again = f", {batches.replayed} again after a crash" if batches.replayed else ""

@@ -272,6 +272,8 @@ def _check_batches(laws: dict[str, _Law], stage: str, batches: Sequence[Batch]) 
 
 def _check_groups(law: _Law, ledger: LedgerReader, stage: str, *, finished: bool) -> None:
     """Groups have the members they were dispatched with, and only decided ones train."""
+    for gap in ledger.missing(stage):
+        law.expect(False, gap)
     duplicates = ledger.duplicates(stage)
     law.expect(not duplicates, f"stage {stage} holds more than once: {duplicates}")
     states = {}

@@ -240,6 +240,34 @@ class LedgerReader:
         )
         return count
 
+    def missing(self, stage: str) -> list[str]:
+        """What rows of a stage imply that is not there, in words; empty in a sound ledger."""
+        found = []
+        for words, sql in (
+            (
+                "session {} has no group",
+                "SELECT id FROM sessions WHERE stage = ?1 AND group_id NOT IN "
+                "(SELECT id FROM groups)",
+            ),
+            (
+                "batch {} lacks a member",
+                "SELECT batch FROM batch_members WHERE stage = ?1 GROUP BY batch "
+                "HAVING MAX(position) >= COUNT(*)",
+            ),
+            (
+                "batch member {} has no batch",
+                "SELECT session FROM batch_members m WHERE stage = ?1 AND NOT EXISTS "
+                "(SELECT 1 FROM batches b WHERE b.stage = m.stage AND b.idx = m.batch)",
+            ),
+            (
+                "session {} lacks a call before its last",
+                "SELECT s.id FROM sessions s JOIN calls c ON c.session = s.key WHERE s.stage = ?1 "
+                "GROUP BY s.key HAVING MAX(c.idx) >= COUNT(*)",
+            ),
+        ):
+            found += [words.format(row[0]) for row in self._store.execute(sql, (stage,))]
+        return found
+
     def duplicates(self, stage: str) -> dict[str, int]:
         """What occurs more than once in a stage and must not, by kind; empty in a sound ledger.
 
