@@ -9,14 +9,12 @@ temporary files. In the end each interrupted run must have trained the same traj
 tokens, advantage to the bit, update) as the uninterrupted one.
 """
 
-import argparse
 import contextlib
 import hashlib
 import os
 import random
 import shutil
 import signal
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -26,11 +24,10 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
-from report import fill_sizes, new_parser, print_report
-
 from headrace.rollout.audit import audit
 from headrace.rollout.reading import LedgerReader, ledger_file
 from headrace.rollout.trained import trained_trajectories
+from report import fill_sizes, new_parser, print_report
 
 STAGE = "rl"
 TARGETS = ("trainer", "engine", "main", "all")
@@ -41,9 +38,18 @@ GONE_S = 15.0
 _POLL_S = 0.02
 _MARK = "HEADRACE_CRASH_RECOVERY"
 
-RECIPE = """
+_HEAD = """
 name = "crashes"
 seed = {seed}
+[engine]
+max_running = 16
+max_context = 384
+deterministic = true
+[tasks.reasoning]
+system_prompt = "Count."
+families = {{ count_bits = {{ min_n = 1, max_n = 31 }} }}
+"""
+_NEW_MODEL = """
 [model.init]
 family = "llama"
 hidden_size = 96
@@ -55,27 +61,26 @@ max_positions = 384
 [tokenizer]
 vocab_size = 480
 demonstrations = 300
-[engine]
-max_running = 16
-max_context = 384
-deterministic = true
-[tasks.reasoning]
-system_prompt = "Count."
-families = {{ count_bits = {{ min_n = 1, max_n = 31 }} }}
+"""
+_EVALUATION = """
 [evaluation]
 task = "reasoning"
 instances = 8
 before = false
+"""
+_WARMUP = """
 [[stages]]
 kind = "sft"
 name = "warmup"
 task = "reasoning"
 demonstrations = 400
 quality = 0.5
-steps = {warmup}
+steps = {steps}
 checkpoint_every = 20
 batch_tokens = 2048
 learning_rate = 4e-3
+"""
+_RL = """
 [[stages]]
 kind = "agentic_rl"
 name = "rl"
@@ -88,6 +93,24 @@ concurrency = 16
 publish_every = 2
 learning_rate = 2e-4
 """
+
+
+def warmup_recipe(seed: int, steps: int) -> str:
+    """A run that makes a model and warms it up."""
+    return (_HEAD + _NEW_MODEL + _WARMUP).format(seed=seed, steps=steps)
+
+
+def rl_recipe(seed: int, updates: int, checkpoint: Path) -> str:
+    """A run that trains such a model."""
+    return (
+        _HEAD.format(seed=seed) + f'[model]\npath = "{checkpoint}"\n' + _RL.format(updates=updates)
+    )
+
+
+def whole_recipe(seed: int, steps: int, updates: int) -> str:
+    """All of it, with measurements in between."""
+    parts = _HEAD + _NEW_MODEL + _EVALUATION + _WARMUP + _RL
+    return parts.format(seed=seed, steps=steps, updates=updates)
 
 
 class Failure(Exception):
@@ -259,18 +282,21 @@ class Trained:
         self.weights = hashlib.sha256(weights.read_bytes()).hexdigest()
 
 
-def crash(arguments: argparse.Namespace, folder: Path) -> dict[str, float]:
+def crash(text: str, folder: Path, *, kills: int, within_s: float, seed: int) -> dict[str, float]:
     """Run without and with kills; counts and times.
+
+    Args:
+        text: the recipe.
+        folder: for everything.
+        kills: how many, in as many runs as it takes.
+        within_s: longest time from a start to a kill.
+        seed: of targets and moments.
 
     Raises:
         Failure: something is broken, lost, left behind or different.
     """
     recipe = folder / "crashes.toml"
-    recipe.write_text(
-        RECIPE.format(
-            seed=arguments.seed, warmup=arguments.warmup_steps, updates=arguments.updates
-        )
-    )
+    recipe.write_text(text)
     began = time.monotonic()
     whole = Lives(recipe, folder / "whole")
     if whole.start().wait(DEADLINE_S) != 0:
@@ -278,14 +304,14 @@ def crash(arguments: argparse.Namespace, folder: Path) -> dict[str, float]:
     uninterrupted_s = time.monotonic() - began
     wanted = Trained(whole.run_dir)
     _require_gone(whole)
-    chance = random.Random(arguments.seed)
-    kills: Counter[str] = Counter()
+    chance = random.Random(seed)
+    done: Counter[str] = Counter()
     found: list[Trained] = []
     starts = 0
-    while not found or sum(kills.values()) < arguments.kills:
+    while not found or done.total() < kills:
         lives = Lives(recipe, folder / f"broken-{len(found)}")
         try:
-            _live_through(lives, arguments, chance, kills)
+            _live_through(lives, chance, done, kills=kills, within_s=within_s)
             found.append(Trained(lives.run_dir))
         finally:
             lives.end()
@@ -295,12 +321,12 @@ def crash(arguments: argparse.Namespace, folder: Path) -> dict[str, float]:
         ).total()
         if different:
             raise Failure(f"{different} trajectories are not those of the uninterrupted run")
-        print(f"{dict(kills)}: run {len(found)} is equal", file=sys.stderr, flush=True)
+        print(f"{dict(done)}: run {len(found)} is equal", file=sys.stderr, flush=True)
     same = [run.weights == wanted.weights for run in found]
     return {
-        "kills": sum(kills.values()),
-        **{f"kills_{target}": kills[target] for target in TARGETS},
-        "audits_clean": sum(kills.values()) + len(found),
+        "kills": done.total(),
+        **{f"kills_{target}": done[target] for target in TARGETS},
+        "audits_clean": done.total() + len(found),
         "runs_compared": len(found),
         "resumes": starts,
         "trajectories_trained": wanted.trajectories.total(),
@@ -310,21 +336,20 @@ def crash(arguments: argparse.Namespace, folder: Path) -> dict[str, float]:
         "batches_replayed": sum(run.replayed for run in found),
         "uninterrupted_s": uninterrupted_s,
         "wall_s": time.monotonic() - began,
-        "run_s": statistics.fmean([time.monotonic() - began - uninterrupted_s]) / len(found),
     }
 
 
 def _live_through(
-    lives: Lives, arguments: argparse.Namespace, chance: random.Random, kills: Counter[str]
+    lives: Lives, chance: random.Random, done: Counter[str], *, kills: int, within_s: float
 ) -> None:
     """One run to its end, with kills until there were enough."""
     process = lives.start()
     while True:
-        more = sum(kills.values()) < arguments.kills
+        more = done.total() < kills
         # Half of the moments are counted from a start or the last kill, half from an update: a run
         # spends as long with starting as with training when it is killed so often.
         update = chance.random() < 0.5
-        after = chance.uniform(0.0, 1.5 if update else arguments.within_s)
+        after = chance.uniform(0.0, 1.5 if update else within_s)
         target = chance.choice(TARGETS)
         if not more:
             update, after = False, DEADLINE_S
@@ -332,7 +357,7 @@ def _live_through(
             if not more:
                 raise Failure(f"{lives.run_dir} does not end")
             if lives.kill(target):
-                kills[target] += 1
+                done[target] += 1
                 lives.check_audit()
             if process.poll() is None:
                 continue  # only a part of it was killed, which it may outlive
@@ -342,7 +367,7 @@ def _live_through(
             lives.check_audit()
             return
         if code not in (2, -signal.SIGKILL):
-            raise Failure(f"exit code {code} after {dict(kills)}: {_tail(lives.output)}")
+            raise Failure(f"exit code {code} after {dict(done)}: {_tail(lives.output)}")
         process = lives.start()
 
 
@@ -375,16 +400,19 @@ def main() -> None:
         else:
             folder = arguments.folder
             folder.mkdir(parents=True)
-        metrics = crash(arguments, folder)
+        metrics = crash(
+            whole_recipe(arguments.seed, arguments.warmup_steps, arguments.updates),
+            folder,
+            kills=arguments.kills,
+            within_s=arguments.within_s,
+            seed=arguments.seed,
+        )
     print_report(
         "crash_recovery",
         arguments,
         metrics,
         "Every figure but the times is the same on any machine for which the run is deterministic "
         "within itself; kills hit other moments there.",
-        kills=arguments.kills,
-        updates=arguments.updates,
-        seed=arguments.seed,
     )
 
 

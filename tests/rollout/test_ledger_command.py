@@ -150,9 +150,7 @@ def _call_twice(connection):
 
 
 def _token_missing(connection):
-    _change_call(
-        connection, "g.0/0", lambda s: {"ids": s.ids[:-1], "logprobs": s.logprobs[:-1]}
-    )
+    _change_call(connection, "g.0/0", lambda s: {"ids": s.ids[:-1], "logprobs": s.logprobs[:-1]})
 
 
 def _logprob_missing(connection):

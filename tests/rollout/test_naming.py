@@ -13,7 +13,10 @@ def test_a_lost_rollout_keeps_its_number_and_gets_a_new_name():
         (3, "rl-000007-03~1"),
     ]
     again = missing_names(
-        "rl-000007", 4, kept=[names[0], names[2], "rl-000007-01~1"], lost=[names[3], f"{names[3]}~1"]
+        "rl-000007",
+        4,
+        kept=[names[0], names[2], "rl-000007-01~1"],
+        lost=[names[3], f"{names[3]}~1"],
     )
     assert again == [(3, "rl-000007-03~2")]
 
@@ -36,7 +39,9 @@ def test_places_sort_by_number_whatever_the_attempt():
 
 
 def test_seeds_differ_between_places_and_recipes_and_are_fixed():
-    seeds = {rollout_seed(s, f"rl-{g:06d}", m) for s in range(3) for g in range(20) for m in range(9)}
+    seeds = {
+        rollout_seed(s, f"rl-{g:06d}", m) for s in range(3) for g in range(20) for m in range(9)
+    }
     assert len(seeds) == 3 * 20 * 9
     assert all(0 <= seed < 2**63 for seed in seeds)
     assert rollout_seed(0, "rl-000000", 0) == rollout_seed(0, "rl-000000", 0)
@@ -46,9 +51,7 @@ def test_a_second_attempt_does_not_change_who_is_padded():
     def decide(names):
         outcomes = [Outcome.OK, Outcome.OK, Outcome.OK, Outcome.ENV_FAILED]
         rewards = [0.0, 1.0, 1.0, None]
-        scored = [
-            ScoredRollout(*row) for row in zip(names, outcomes, rewards, strict=True)
-        ]
+        scored = [ScoredRollout(*row) for row in zip(names, outcomes, rewards, strict=True)]
         return [(m.advantage, m.multiplicity) for m in advantages(scored, group_size=4).members]
 
     for group in range(8):

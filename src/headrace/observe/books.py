@@ -55,7 +55,7 @@ def audit_run(run_dir: Path, console: Console | None, stage: str | None = None) 
 
 
 def _print_stage(account: StageAccount, console: Console) -> None:
-    state = "finished" if account.finished else "not finished"
+    state = {None: "measured", True: "finished", False: "not finished"}[account.finished]
     if not account.sessions and not account.batches.cut:
         console.print(Text.assemble((account.stage, "bold"), f"  {state}; no rollouts\n"))
         return

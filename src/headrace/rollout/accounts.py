@@ -64,7 +64,7 @@ class StageAccount(msgspec.Struct, frozen=True):
 
     Attributes:
         stage: name.
-        finished: whether it is over.
+        finished: whether it is over; None of what is no stage of the recipe, i.e. evaluation.
         sessions: by outcome, those of evaluations included.
         groups, tokens, batches: see their types; tokens and sessions include evaluations.
         staleness: trained tokens by lag, i.e. publications between their version and the newest
@@ -76,7 +76,7 @@ class StageAccount(msgspec.Struct, frozen=True):
     """
 
     stage: str
-    finished: bool
+    finished: bool | None
     sessions: dict[str, int]
     groups: GroupAccount
     tokens: Conservation
@@ -123,14 +123,14 @@ def ledger_report(ledger: LedgerReader, stage: str | None = None) -> LedgerRepor
                 f"{', '.join(names) or 'none yet'}"
             )
         chosen = names if stage is None else [stage]
-        finished = {record.name for record in ledger.stages() if record.finished_at is not None}
+        finished = {record.name: record.finished_at is not None for record in ledger.stages()}
         return LedgerReport(
             laws=audit(ledger, stage=stage, derive=segments),
-            stages=[_account(ledger, name, finished=name in finished) for name in chosen],
+            stages=[_account(ledger, name, finished.get(name)) for name in chosen],
         )
 
 
-def _account(ledger: LedgerReader, stage: str, *, finished: bool) -> StageAccount:
+def _account(ledger: LedgerReader, stage: str, finished: bool | None) -> StageAccount:
     batches = ledger.batches(stage)
     try:
         staleness = ledger.staleness_histogram(stage)

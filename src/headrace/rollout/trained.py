@@ -1,4 +1,4 @@
-"""What the surviving weights of a stage were trained on, in a form that two runs can be compared by.
+"""What the surviving weights of a stage were trained on, so that two runs can be compared.
 
 Names of sessions, weight versions and times differ between a run that was interrupted and one that
 was not; the problem, the tokens, the advantage and the update do not, if the run is deterministic.
