@@ -11,6 +11,7 @@ import msgspec
 
 from headrace.rollout.groups import WeightedRollout
 from headrace.rollout.ledger import Ledger
+from headrace.rollout.naming import place
 from headrace.rollout.records import Batch, BatchMember
 from headrace.rollout.segments import segments
 from headrace.rollout.staleness import is_stale
@@ -101,6 +102,8 @@ class BatchQueue:
     def cut(self, version: int, count: int) -> TrainingBatch:
         """A batch of the `count` oldest groups, which have to be there, at `version`."""
         groups = [self._ready.popleft() for _ in range(count)]
+        # As dispatched, not as finished: floating-point sums of a batch depend on its order.
+        groups.sort(key=lambda group: place(group.group_id))
         members: list[TrainingMember] = []
         records: list[BatchMember] = []
         for group in groups:

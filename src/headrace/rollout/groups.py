@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 import msgspec
 
+from headrace.rollout.naming import first_name
 from headrace.rollout.types import DropReason, Outcome
 
 
@@ -165,4 +166,6 @@ def _reward(rollout: ScoredRollout) -> float:
 
 def _lot(session_id: str) -> tuple[bytes, str]:
     """A fixed pseudo-random rank, so that padding favours no position in the group."""
-    return hashlib.blake2b(session_id.encode(), digest_size=8).digest(), session_id
+    # Of all its attempts: a crash must not change which one is padded with.
+    name = first_name(session_id)
+    return hashlib.blake2b(name.encode(), digest_size=8).digest(), session_id

@@ -67,6 +67,7 @@ async def run_agentic_rl(
             advantage_std=stage.divides_by_std,
             judged=isinstance(stage.objective, DistillationObjective),
             synchronous=stage.mode == "sync",
+            seed=context.recipe.seed,
         ),
         runner=system.runner,
         ledger=ledger,
