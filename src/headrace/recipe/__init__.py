@@ -48,6 +48,7 @@ from headrace.recipe.tables import (
     SessionTable,
     Table,
 )
+from headrace.recipe.tasks import TaskTable
 
 __all__ = [
     "AgenticRlStage",
@@ -76,6 +77,7 @@ __all__ = [
     "StageTable",
     "SupervisedStage",
     "Table",
+    "TaskTable",
     "TruncatedIsObjective",
     "UncorrectedObjective",
     "apply_override",
