@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from headrace.rollout.types import Outcome
-from headrace.tasks.types import RolloutResult
+from headrace.tasks.types import RolloutResult, TaskInstance
 
 MOST_DETAIL_BYTES = 256 << 10
 """Size of a result's detail as JSON: it is kept for every rollout of a run."""
@@ -29,6 +29,15 @@ def shown(value: Any) -> str:
         text = f"a {type(value).__name__} that cannot be shown"
     text = " ".join(text.encode("utf-8", "replace").decode().split())
     return text if len(text) <= _SHOWN else text[: _SHOWN - 3] + "..."
+
+
+def difference(before: TaskInstance, now: TaskInstance) -> str | None:
+    """The first field in which two instances of one seed differ, with both values; None if none."""
+    for field in TaskInstance.__struct_fields__:
+        old, new = getattr(before, field), getattr(now, field)
+        if old != new:
+            return f"instance.{field} of seed {before.seed} is {shown(new)}, it was {shown(old)}"
+    return None
 
 
 def problem_with(result: Any) -> str | None:

@@ -29,7 +29,7 @@ from headrace.tasks.remote.checking import (
 )
 from headrace.tasks.remote.client import Refused, TaskClient, Unreachable
 from headrace.tasks.remote.place import Place
-from headrace.tasks.results import shown
+from headrace.tasks.results import difference, shown
 from headrace.tasks.serving.wire import (
     PROTOCOL,
     DemonstrationsRequest,
@@ -209,13 +209,9 @@ class RemoteTasks:
             TaskUnavailable: also where the service has another instance under the seed now.
         """
         named = self._named(instance.seed)
-        if named.instance != instance:
-            raise self._misreported(
-                Misreport(
-                    f"instance of seed {instance.seed} is {shown(named.instance)}, it was "
-                    f"{shown(instance)}"
-                )
-            )
+        changed = difference(instance, named.instance)
+        if changed is not None:
+            raise self._misreported(Misreport(changed))
         return named.content_id
 
     def _seed(self, split: str, index: int) -> int:
@@ -263,10 +259,14 @@ class RemoteTasks:
             for named in found:
                 seed = named.instance.seed
                 before = self._pinned.get(seed) or self._instances.get(seed) or named
-                if before != named:
-                    raise Misreport(
-                        f"instance of seed {seed} is {shown(named)}, it was {shown(before)}"
+                changed = difference(before.instance, named.instance)
+                if changed is None and before.content_id != named.content_id:
+                    changed = (
+                        f"content_id of seed {seed} is {shown(named.content_id)}, it was "
+                        f"{shown(before.content_id)}"
                     )
+                if changed is not None:
+                    raise Misreport(changed)
         except Misreport as error:
             raise self._misreported(error) from error
         self._instances.update((named.instance.seed, named) for named in found)

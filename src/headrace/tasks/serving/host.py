@@ -18,7 +18,7 @@ from pydantic import BaseModel
 from headrace import __version__
 from headrace.errors import UserError
 from headrace.rollout.types import Outcome
-from headrace.tasks.results import problem_with, shown
+from headrace.tasks.results import difference, problem_with
 from headrace.tasks.serving.wire import (
     LONGEST_ID,
     PROTOCOL,
@@ -280,11 +280,8 @@ class RolloutHost:
         try:
             made = await self._make(lambda: self._named(instance.seed))
             rollout.content_id = made.content_id
-            if made.instance != instance:
-                return _failed(
-                    f"instance is {shown(instance)}, but seed {instance.seed} is "
-                    f"{shown(made.instance)} here; serve with the options the run began with"
-                )
+            if (changed := difference(instance, made.instance)) is not None:
+                return _failed(f"{changed}; serve with the options that the run began with")
             async with deadline:
                 result = await self._service.rollout(instance, endpoint)
         except Exception as error:

@@ -18,7 +18,8 @@ MOST_SEEDS = 256
 """Seeds or instances of one request."""
 LONGEST_ID = 128
 
-SeedList = Annotated[list[int], msgspec.Meta(min_length=1, max_length=MOST_SEEDS)]
+Seed = Annotated[int, msgspec.Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
+SeedList = Annotated[list[Seed], msgspec.Meta(min_length=1, max_length=MOST_SEEDS)]
 
 
 class Description(msgspec.Struct, frozen=True):
@@ -61,7 +62,7 @@ class SeedsRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class SeedsAnswer(msgspec.Struct, frozen=True):
     """The seeds, in order."""
 
-    seeds: list[int]
+    seeds: list[Seed]
 
 
 class InstancesRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
