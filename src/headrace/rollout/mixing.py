@@ -47,7 +47,7 @@ class HeldOut:
 
     def __contains__(self, instance: TaskInstance) -> bool:
         """Whether the same problem is measured. May block while the problem is made."""
-        return self._content(instance) in self._contents
+        return bool(self._contents) and self._content(instance) in self._contents
 
     def _content(self, instance: TaskInstance) -> str:
         return self._tasks[instance.task].content_id(instance)
@@ -125,8 +125,11 @@ class TaskMix:
         name = name or self.due()
         assert name is not None, "there is a task"
         for _ in range(MOST_SKIPS):
-            # Making a problem may take a while, and rollouts must not stand still for it.
-            instance, held_out = await asyncio.to_thread(self._look, name)
+            if self._held_out is None:
+                instance, held_out = self._look(name)
+            else:
+                # Making a problem may take a while, and rollouts must not stand still for it.
+                instance, held_out = await asyncio.to_thread(self._look, name)
             self._positions[name] += 1
             if not held_out:
                 self._groups[name] += 1
