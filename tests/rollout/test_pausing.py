@@ -118,7 +118,7 @@ class Task:
         self.rollouts += 1
         reward = float(self.rollouts % 2)
         await asyncio.sleep(0)
-        if self.broken:
+        if self.broken == "rollout":
             raise OSError("gone")
         return RolloutResult(Outcome.OK, {"reward": reward})
 
