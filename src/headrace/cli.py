@@ -28,6 +28,13 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
 
+tasks_app = typer.Typer(
+    help="Task services.",
+    no_args_is_help=True,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+)
+app.add_typer(tasks_app, name="tasks")
+
 CheckpointArgument = Annotated[
     str,
     typer.Argument(
@@ -335,6 +342,62 @@ def engine(
     return engine_forever(
         checkpoint, options, host=host, port=port, api_key=api_key, console=Console()
     )
+
+
+@tasks_app.command("serve")
+def tasks_serve(
+    name: Annotated[
+        str,
+        typer.Argument(
+            metavar="NAME", help="A task headrace has, or package.module:Class of your own."
+        ),
+    ],
+    host: HostOption = "127.0.0.1",
+    port: Annotated[
+        int, typer.Option(metavar="N", min=0, max=65535, help="Port; 0 picks a free one.")
+    ] = 8700,
+    token_env: Annotated[
+        str | None,
+        typer.Option(
+            metavar="VARIABLE",
+            help="Environment variable with the token clients must send; needed beyond loopback.",
+        ),
+    ] = None,
+    overrides: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set",
+            metavar="OPTION=VALUE",
+            help="An option of the task, or of its sandboxes (sandbox.wall_s=10). May be repeated.",
+        ),
+    ] = None,
+    rollouts: Annotated[
+        int, typer.Option(metavar="N", min=1, help="Rollouts in flight before more are refused.")
+    ] = 1024,
+    no_isolation: Annotated[
+        bool,
+        typer.Option(
+            "--no-isolation",
+            help="Let model-written commands run unprotected where no sandbox works. Unsafe.",
+        ),
+    ] = False,
+) -> int:
+    """Serve a task over HTTP until Ctrl-C, for runs on this machine or others.
+
+    A recipe names it with `service = "http://..."` in [tasks.NAME]; docs/task-services.md describes
+    the protocol.
+    """
+    from headrace.task_serving import ServeTaskOptions, serve_task
+
+    options = ServeTaskOptions(
+        host=host,
+        port=port,
+        token_env=token_env,
+        overrides=tuple(overrides or ()),
+        rollouts=rollouts,
+        no_isolation=no_isolation,
+    )
+    return serve_task(name, options)
 
 
 @app.command()

@@ -9,6 +9,7 @@ nothing of what the app does. Signals stay with the process that owns the loop.
 import asyncio
 import contextlib
 import functools
+import ipaddress
 import socket
 from collections.abc import Generator
 from typing import Any, cast
@@ -257,6 +258,16 @@ class HttpServer:
             await asyncio.wait({task}, timeout=_DRAIN_S)
         elif not task.cancelled():
             task.result()
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches the address."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
 
 
 def _bind(host: str, port: int, name: str) -> socket.socket:

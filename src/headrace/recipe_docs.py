@@ -61,8 +61,9 @@ A run writes its resolved recipe, defaults included, to `recipe.json` in the run
 trained from random weights here, "chatml" the format of checkpoints such as SmolLM2, any
 other name is a renderer of the `renderers` library; "auto" looks at the checkpoint.
 
-`[tasks.NAME]` holds the options of a task service, which checks them itself; those of `terminal`
-and `reasoning` are described in [tasks.md](tasks.md).
+`[tasks.NAME]` says where a task service runs ([task-services.md](task-services.md)) and holds its
+options, which it checks itself; those of `terminal` and `reasoning` are described in
+[tasks.md](tasks.md).
 """
 
 

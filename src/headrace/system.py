@@ -1,7 +1,7 @@
 """Everything that makes rollouts possible, started and stopped together.
 
-Sandboxes, task services, the engine's process, the gateway and the runner, wired as a recipe says.
-Used by runs, benchmarks and tests; it knows nothing of stages or training.
+The engine's process, the gateway and the runner, wired as a recipe says, around the task services
+of `task_services.py`. Used by runs, benchmarks and tests; it knows nothing of stages or training.
 """
 
 import contextlib
@@ -24,9 +24,6 @@ from headrace.rollout.ledger import Ledger
 from headrace.rollout.router import Router
 from headrace.rollout.runner import RolloutRunner
 from headrace.rollout.types import SessionLimits
-from headrace.sandbox import open_provider
-from headrace.sandbox.types import Limits, SandboxProvider
-from headrace.tasks.registry import create_task
 from headrace.tasks.types import TaskService
 from headrace.tokens.renderer import ChatRenderer, create_renderer
 from headrace.tokens.thinking import Thinking, ThinkingMode, request_renderer
@@ -71,39 +68,6 @@ def placement(recipe: Recipe) -> Placement:
         replicas=recipe.engine.replicas,
         models=models,
     )
-
-
-@contextlib.asynccontextmanager
-async def open_tasks(
-    recipe: Recipe, names: set[str], *, no_isolation: bool
-) -> AsyncIterator[tuple[SandboxProvider, dict[str, TaskService]]]:
-    """Sandboxes and the named task services.
-
-    Raises:
-        UserError: unknown task or option, or no isolation on this machine.
-    """
-    box = recipe.sandbox
-    limits = Limits(
-        wall_s=box.wall_s,
-        cpu_s=box.wall_s,
-        processes=box.processes,
-        memory_mb=box.memory_mb,
-        output_bytes=box.output_bytes,
-        disk_mb=box.disk_mb,
-    )
-    for name in names | set(recipe.tasks):
-        create_task(name, recipe.tasks.get(name, {}), None)  # mistakes before anything starts
-    kind = "none" if no_isolation and box.kind in ("auto", "none") else box.kind
-    provider = open_provider(kind, limits)
-    services = {name: create_task(name, recipe.tasks.get(name, {}), provider) for name in names}
-    try:
-        yield provider, services
-    finally:
-        for service in services.values():
-            close = getattr(service, "close", None)
-            if close is not None:
-                await close()
-        await provider.close()
 
 
 class System:

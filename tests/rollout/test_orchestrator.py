@@ -9,12 +9,8 @@ from headrace.errors import UserError
 from headrace.rollout.evaluation import evaluate
 from headrace.rollout.ledger import Ledger
 from headrace.rollout.mixing import HeldOut, TaskMix, TaskShare
-from headrace.rollout.orchestrator import (
-    FAILURES_IN_A_ROW,
-    RolloutSource,
-    SourceConfig,
-    cursor_key,
-)
+from headrace.rollout.orchestrator import RolloutSource, SourceConfig, cursor_key
+from headrace.rollout.pausing import FAILURES_IN_A_ROW, TaskPauses
 from headrace.rollout.runner import RolloutRunner, Ticket
 from headrace.rollout.types import Call, DropReason, FinishReason, Outcome, ParseState, Span
 from headrace.tasks.types import Endpoint, RolloutResult, TaskInstance
@@ -240,16 +236,29 @@ async def test_an_environment_that_always_fails_ends_the_stage_with_its_reason(l
         raise OSError("no sandbox")
 
     _, source = build(ledger, ScriptedTask(script))
+    source.pauses = TaskPauses(["toy"], first_pause_s=0.01, give_up_s=0.05)
     source.start()
-    with pytest.raises(UserError, match=r"in a row .* OSError: no sandbox"):
+    with pytest.raises(UserError, match=r"has worked for 0.05 s.* OSError: no sandbox"):
         await source.cut(1, TIMEOUT)
     await source.stop()
     assert source.take_window().env_failed >= FAILURES_IN_A_ROW
 
 
-async def test_a_reward_that_is_no_number_is_an_environment_failure(ledger):
+@pytest.mark.parametrize(
+    ("result", "says"),
+    [
+        (RolloutResult(Outcome.OK, {"reward": float("nan")}), "rewards.reward is nan"),
+        (RolloutResult(Outcome.OK, {"reward": 1.01}), "rewards.reward is 1.01"),
+        (RolloutResult(Outcome.OK, {"reward": 1, "x": float("inf")}), "rewards.x is inf"),
+        (RolloutResult(Outcome.AGENT_FAILED), "rewards.reward is missing"),
+        (RolloutResult(Outcome.CANCELLED), "outcome is cancelled"),
+        (RolloutResult(Outcome.ENV_FAILED, detail={"a": object()}), "JSON cannot hold"),
+        (None, "result is None"),
+    ],
+)
+async def test_a_result_that_cannot_be_is_an_environment_failure(ledger, result, says):
     async def script(number, instance):
-        return RolloutResult(Outcome.OK, {"reward": float("nan")})
+        return result
 
     task = ScriptedTask(script)
     gate, _ = build(ledger, task)
@@ -257,7 +266,8 @@ async def test_a_reward_that_is_no_number_is_an_environment_failure(ledger):
     ledger.dispatch("rl", "train", "g", "toy", {}, ["s"])
     finished = await runner.run(Ticket("s", "g", "rl", "train", task.instance(2), 1.0))
     assert finished.session.outcome is Outcome.ENV_FAILED
-    assert "no finite reward" in finished.session.reason
+    assert says in finished.session.reason
+    assert finished.reward is None
 
 
 async def test_a_hanging_task_service_is_cut_off(ledger, monkeypatch):

@@ -49,6 +49,7 @@ from headrace.recipe.tables import (
     SessionTable,
     Table,
 )
+from headrace.recipe.tasks import TaskTable
 
 __all__ = [
     "AgenticRlStage",
@@ -78,6 +79,7 @@ __all__ = [
     "StageTable",
     "SupervisedStage",
     "Table",
+    "TaskTable",
     "TruncatedIsObjective",
     "UncorrectedObjective",
     "apply_override",

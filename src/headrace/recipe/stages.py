@@ -248,6 +248,10 @@ class AgenticRlStage(StageTable):
     """Sampling temperature of rollouts."""
     max_sequence: Positive | None = None
     """Longest sequence trained on, in tokens; by default engine.max_context."""
+    give_up_s: Seconds = 120.0
+    """Seconds without one rollout whose environment worked, all tasks having failed many times in a
+    row and being paused, after which the stage ends with an error. A task that fails so rests while
+    the others go on, and is tried again."""
 
     @model_validator(mode="after")
     def _budget(self) -> Self:

@@ -5,7 +5,7 @@ name, a way to their instances and contents by hash; nothing of rollouts or rewa
 """
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -47,7 +47,7 @@ class HeldOut:
 
     def __contains__(self, instance: TaskInstance) -> bool:
         """Whether the same problem is measured. May block while the problem is made."""
-        return self._content(instance) in self._contents
+        return bool(self._contents) and self._content(instance) in self._contents
 
     def _content(self, instance: TaskInstance) -> str:
         return self._tasks[instance.task].content_id(instance)
@@ -106,21 +106,32 @@ class TaskMix:
         """A task's part of all groups so far; its ratio while there are none."""
         return self._groups[name] / self.groups if self.groups else self.ratios[name]
 
-    async def next(self) -> TaskInstance:
+    def due(self, without: Collection[str] = ()) -> str | None:
+        """The task of the next group among those not in `without`; None when there is none."""
+        ahead = self.groups + 1
+        names = [name for name in self.ratios if name not in without]
+        return max(names, key=lambda n: self.ratios[n] * ahead - self._groups[n], default=None)
+
+    async def next(self, name: str | None = None) -> TaskInstance:
         """The instance of the next group. For one caller at a time.
+
+        Args:
+            name: of its task; by default the one that is due.
 
         Raises:
             UserError: a task gives held-out instances only.
+            TaskUnavailable: its service cannot be asked now; nothing has changed.
         """
-        ahead = self.groups + 1
-        name = max(self.ratios, key=lambda n: self.ratios[n] * ahead - self._groups[n])
+        name = name or self.due()
+        assert name is not None, "there is a task"
         for _ in range(MOST_SKIPS):
-            instance = self._shares[name].instance(self._positions[name])
+            if self._held_out is None:
+                instance, held_out = self._look(name)
+            else:
+                # Making a problem may take a while, and rollouts must not stand still for it.
+                instance, held_out = await asyncio.to_thread(self._look, name)
             self._positions[name] += 1
-            # Making a problem may take a while, and rollouts must not stand still for it.
-            if self._held_out is None or not await asyncio.to_thread(
-                self._held_out.__contains__, instance
-            ):
+            if not held_out:
                 self._groups[name] += 1
                 return instance
             self.skipped[name] += 1
@@ -128,3 +139,8 @@ class TaskMix:
             f"task {name}: {MOST_SKIPS} training instances in a row are held out for evaluation; "
             "choose harder or more families, or fewer evaluation.instances"
         )
+
+    def _look(self, name: str) -> tuple[TaskInstance, bool]:
+        """The next instance of a task, and whether it is held out."""
+        instance = self._shares[name].instance(self._positions[name])
+        return instance, self._held_out is not None and instance in self._held_out

@@ -18,14 +18,12 @@ from headrace.rollout.groups import GroupDecision, ScoredRollout, advantages, ju
 from headrace.rollout.ledger import Ledger
 from headrace.rollout.mixing import TaskMix
 from headrace.rollout.naming import missing_names, place, rollout_seed, session_name
+from headrace.rollout.pausing import TaskPauses
 from headrace.rollout.records import TRAIN, Recovery, WaitingGroup
 from headrace.rollout.runner import FinishedRollout, RolloutRunner, Ticket
 from headrace.rollout.types import DropReason, Outcome, Session
 from headrace.rollout.window import Window
-from headrace.tasks.types import TaskInstance
-
-FAILURES_IN_A_ROW = 64
-"""So many environment failures without one success in between end the stage with an error."""
+from headrace.tasks.types import TaskInstance, TaskUnavailable
 
 
 class SourceConfig(msgspec.Struct, frozen=True):
@@ -54,6 +52,7 @@ class RolloutSource:
 
     Args:
         mix: gives the instance of each new group.
+        pauses: which tasks rest because their environment fails; by default with its defaults.
     """
 
     def __init__(
@@ -63,6 +62,7 @@ class RolloutSource:
         runner: RolloutRunner,
         ledger: Ledger,
         mix: TaskMix,
+        pauses: TaskPauses | None = None,
         next_batch: int = 0,
     ) -> None:
         self.config = config
@@ -70,6 +70,7 @@ class RolloutSource:
         self._runner = runner
         self._ledger = ledger
         self.mix = mix
+        self.pauses = pauses or TaskPauses(mix.ratios)
         self._open: dict[str, tuple[int, dict[str, Session]]] = {}
         self._ready = BatchQueue(
             ledger,
@@ -81,8 +82,6 @@ class RolloutSource:
         self._rollouts: dict[asyncio.Task[None], str] = {}
         self._room_changed = asyncio.Event()
         self._ready_changed = asyncio.Event()
-        self._failures = 0
-        self._last_failure = ""
         self._error: BaseException | None = None
         self._producer: asyncio.Task[None] | None = None
         self._credit = 0  # groups a synchronous stage may still dispatch for the coming batch
@@ -168,9 +167,15 @@ class RolloutSource:
         while True:
             while self._redispatch:
                 self._dispatch(*self._redispatch.popleft())
-            while self._room():
+            while self._room() and (due := self.mix.due(self.pauses.resting)) is not None:
                 group_id = f"{self.config.stage}-{self.mix.groups:06d}"
-                instance = await self.mix.next()
+                try:
+                    instance = await self.mix.next(due)
+                except TaskUnavailable as error:
+                    self.pauses.unavailable(due, str(error))
+                    self._wake()
+                    continue
+                self.pauses.dispatched(due)
                 self._credit -= 1
                 self.window.of(instance.task).dispatched += 1
                 self._open[group_id] = (self.config.group_size, {})
@@ -180,7 +185,9 @@ class RolloutSource:
                 # Give the rollouts of one group a head start over building the next.
                 await asyncio.sleep(0)
             self._room_changed.clear()
-            await self._room_changed.wait()
+            with contextlib.suppress(TimeoutError):
+                # A task that rests may be tried again when its pause ends.
+                await asyncio.wait_for(self._room_changed.wait(), self.pauses.next_try_s)
 
     def _dispatch(
         self, group_id: str, instance: TaskInstance, names: list[tuple[int, str]]
@@ -236,10 +243,10 @@ class RolloutSource:
         window.sampled_tokens += sum(len(c.output_ids) for c in session.policy_calls)
         if session.outcome is Outcome.ENV_FAILED:
             window.env_failed += 1
-            self._failures += 1
-            self._last_failure = session.reason
-        else:
-            self._failures = 0
+            task.env_failed += 1
+            self.pauses.failed(session.task, session.reason)
+        elif session.outcome is not Outcome.CANCELLED:
+            self.pauses.succeeded(session.task)
         if finished.reward is not None:
             window.scored += 1
             window.reward_sum += finished.reward
@@ -294,7 +301,7 @@ class RolloutSource:
         """The next batch, cut at `version`; None when `timeout_s` passes first.
 
         Raises:
-            UserError: the environment fails again and again.
+            UserError: no task's environment works any more.
         """
         if self._ready.replaying:
             return self._ready.replayed()
@@ -311,16 +318,15 @@ class RolloutSource:
                 return self._cut(version)
             if self._error is not None:
                 raise self._error  # the recorder failed (a full disk, a bug): nothing can go on
-            if self._failures >= FAILURES_IN_A_ROW:
-                raise UserError(
-                    f"stage {self.config.stage}: {self._failures} rollouts in a row ended with an "
-                    f"environment failure, the last one: {self._last_failure}"
-                )
+            if (verdict := self.pauses.verdict) is not None:
+                raise UserError(f"stage {self.config.stage}: {verdict}")
             if self._producer is not None and self._producer.done():
                 self._producer.result()
             remaining = deadline - asyncio.get_running_loop().time()
             if remaining <= 0:
                 return None
+            if (patience_s := self.pauses.patience_s) is not None:
+                remaining = min(remaining, patience_s)
             self._ready_changed.clear()
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._ready_changed.wait(), remaining)

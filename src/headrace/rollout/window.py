@@ -14,6 +14,7 @@ class TaskCounts(msgspec.Struct):
     finished: int = 0
     """Rollouts."""
     scored: int = 0
+    env_failed: int = 0
     reward_sum: float = 0.0
     trained: int = 0
     """Groups handed to the trainer."""

@@ -9,7 +9,7 @@ import hashlib
 import os
 import shutil
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from headrace.model.shared_folder import own_folder
 from headrace.recipe import AgenticRlStage, DistillationObjective
 from headrace.rollout.mixing import HeldOut, TaskMix, TaskShare
 from headrace.rollout.orchestrator import RolloutSource, SourceConfig, cursor_key
+from headrace.rollout.pausing import TaskPauses
 from headrace.rollout.window import Window
 from headrace.stages.context import (
     SAVE_TIMEOUT_S,
@@ -72,6 +73,7 @@ async def run_agentic_rl(
         runner=system.runner,
         ledger=ledger,
         mix=mix,
+        pauses=TaskPauses(mix.ratios, give_up_s=stage.give_up_s, report=context.message),
     )
     source_of_batches.resume(recovery)
     cores = system.cores.trainer
@@ -301,6 +303,7 @@ class _RlObserver:
             metrics["gen_tokens_per_s"] = sampled / seconds
         metrics |= _replica_metrics(engine)
         metrics |= _task_metrics(self.source.mix, window)
+        metrics |= _failure_metrics(self.source, window, self.context.tasks)
         if window.scored:
             metrics["reward_mean"] = window.reward_sum / window.scored
             metrics["success_rate"] = metrics["reward_mean"]
@@ -328,6 +331,25 @@ def _task_metrics(mix: TaskMix, window: Window) -> dict[str, float]:
         found[f"{place}.groups_trained"] = float(counts.trained)
         if counts.scored:
             found[f"{place}.reward_mean"] = counts.reward_sum / counts.scored
+    return found
+
+
+def _failure_metrics(
+    source: RolloutSource, window: Window, tasks: Mapping[str, TaskService]
+) -> dict[str, float]:
+    """How the environment of each task fails; nothing where none has."""
+    found = {}
+    for name in source.mix.ratios:
+        pauses, failed = source.pauses.pauses(name), window.of(name).env_failed
+        losses = getattr(tasks[name], "losses", 0)
+        misreports = getattr(tasks[name], "misreports", 0)
+        if pauses or failed or losses or misreports:
+            place = f"task.{name}"
+            found[f"{place}.env_failed"] = float(failed)
+            found[f"{place}.paused"] = float(name in source.pauses.paused)
+            found[f"{place}.pauses"] = float(pauses)
+            found[f"{place}.service_losses"] = float(losses)
+            found[f"{place}.service_misreports"] = float(misreports)
     return found
 
 
