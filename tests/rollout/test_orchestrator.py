@@ -13,9 +13,9 @@ from headrace.rollout.orchestrator import (
     FAILURES_IN_A_ROW,
     RolloutSource,
     SourceConfig,
-    cursor_key,
 )
 from headrace.rollout.runner import RolloutRunner, Ticket
+from headrace.rollout.sharing import cursor_key
 from headrace.rollout.types import Call, DropReason, FinishReason, Outcome, ParseState, Span
 from headrace.tasks.types import Endpoint, RolloutResult, TaskInstance
 

@@ -24,6 +24,7 @@ from headrace.recipe.objectives import (
     UncorrectedObjective,
 )
 from headrace.recipe.recipe import Recipe
+from headrace.recipe.sharing import RatiosTable, TaskRatio, share_limits
 from headrace.recipe.stages import (
     AgenticRlStage,
     ContextStep,
@@ -69,6 +70,7 @@ __all__ = [
     "ObjectiveTable",
     "PpoRolloutObjective",
     "PretrainStage",
+    "RatiosTable",
     "Recipe",
     "SessionTable",
     "SftStage",
@@ -76,12 +78,14 @@ __all__ = [
     "StageTable",
     "SupervisedStage",
     "Table",
+    "TaskRatio",
     "TruncatedIsObjective",
     "UncorrectedObjective",
     "apply_override",
     "find_recipe",
     "load_recipe",
     "parse_recipe",
+    "share_limits",
     "stage_kinds",
     "suggest",
     "tables_in",
