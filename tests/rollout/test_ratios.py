@@ -31,7 +31,9 @@ def bounds_of(draw):
     for number, weight in enumerate(weights):
         target = weight / sum(weights)
         floor = target * draw(st.floats(0.0, 1.0))
-        found[f"t{number}"] = TaskBounds(target, floor, target + draw(st.floats(0, 1)) * (1 - target))
+        found[f"t{number}"] = TaskBounds(
+            target, floor, target + draw(st.floats(0, 1)) * (1 - target)
+        )
     return found
 
 

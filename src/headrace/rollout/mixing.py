@@ -16,7 +16,7 @@ from headrace.tasks.types import TaskInstance, TaskService
 
 MOST_SKIPS = 1000
 """So many held-out instances in a row end the stage with an error."""
-MOST_OWED = 64
+MOST_OWED = 32
 """Groups that a task may be behind and still get later. One that cannot take its share for long,
 because it is at its limit, would else fill whole batches once it can."""
 

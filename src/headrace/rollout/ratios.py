@@ -131,7 +131,9 @@ def by_success(
     weights = {}
     for name, bound in bounds.items():
         success = mean_reward(histories[name])
-        weights[name] = bound.target * (1.0 if success is None else learnability(success, low, high))
+        weights[name] = bound.target * (
+            1.0 if success is None else learnability(success, low, high)
+        )
     return weights
 
 
