@@ -488,7 +488,10 @@ async def test_a_rule_moves_the_mix_and_a_resume_goes_on_with_it(tmp_path):
         assert window["hopeless"].dropped > 0 == window["hopeless"].trained
         assert window["right"].trained == 40
         assert window["right"].turns == len(window["right"].seconds) == window["right"].finished
-        assert 0 <= window["right"].seconds_at(0.5) <= window["right"].seconds_at(0.9)
+        middle, late = (window["right"].seconds_at(q) for q in (0.5, 0.9))
+        assert middle is not None
+        assert late is not None
+        assert 0 <= middle <= late
         await source.stop()
         state, kept = source.sharing.mix.state, ledger.get_state(ratios_key("rl"))
     with Ledger.resume(tmp_path) as ledger:

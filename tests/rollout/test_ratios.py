@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from headrace.rollout.ratios import (
     AdaptiveRatios,
     RatioRule,
+    Rule,
     TaskBounds,
     TaskInterval,
     bounded,
@@ -145,7 +146,7 @@ def test_progress_is_a_change_in_either_direction_beyond_noise():
     assert wanted == {"a": 1.0, "b": 0.0}
 
 
-def simulated(rule: str, *, delays, every, groups=1500):
+def simulated(rule: Rule, *, delays, every, groups=1500):
     """Dispatch by shares; groups end `delays` dispatches later, and one in `every` trains.
 
     Returns:

@@ -7,7 +7,6 @@ from pydantic import Field, model_validator
 
 from headrace.recipe.tables import Fraction, Positive, Table
 
-
 _LEARNABLE = (0.2, 0.8)
 
 
@@ -39,8 +38,8 @@ class RatiosTable(Table):
 
     rule: Literal["fixed", "success", "progress", "shortage"] = "fixed"
     """"fixed": not at all; "success": towards tasks whose success is in the range where there is
-    most to learn; "progress": towards tasks whose reward changes most; "shortage": so that shares of
-    trained groups, not of dispatched ones, meet the ratios."""
+    most to learn; "progress": towards tasks whose reward changes most; "shortage": so that shares
+    of trained groups, not of dispatched ones, meet the ratios."""
     floor: Fraction = 0.05
     """Least share of any task; a task whose ratio is below keeps at least that."""
     ceiling: Fraction = 1.0

@@ -9,7 +9,6 @@ import msgspec
 
 from headrace.rollout.types import Outcome, Session
 
-
 _MOST_TIMES = 4096
 """Wall clocks kept of one task between two looks, the newest."""
 
