@@ -318,8 +318,10 @@ class RolloutSource:
             if remaining <= 0:
                 return None
             self._ready_changed.clear()
+            # Not wait_for: before Python 3.12 it loses a cancellation that comes with the event.
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._ready_changed.wait(), remaining)
+                async with asyncio.timeout(remaining):
+                    await self._ready_changed.wait()
 
     def _drop_stale(self, version: int) -> None:
         stale = self._ready.drop_stale(version)
