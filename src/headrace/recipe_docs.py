@@ -19,10 +19,12 @@ from headrace.recipe import (
     LanguageStage,
     Objective,
     ObjectiveTable,
+    RatiosTable,
     Recipe,
     StageTable,
     SupervisedStage,
     Table,
+    TaskRatio,
     stage_kinds,
     tables_in,
 )
@@ -121,6 +123,8 @@ def _tables() -> list[tuple[str, type[Table]]]:
     for name, kind in stage_kinds().items():
         sections.append((f'[[stages]] with kind = "{name}"', kind))
     sections.append(("[[stages.context]] of midtrain", ContextStep))
+    sections.append(("[stages.tasks.NAME] of agentic_rl", TaskRatio))
+    sections.append(("[stages.ratios] of agentic_rl", RatiosTable))
     sections.append(("[stages.objective] of agentic_rl, every kind", ObjectiveTable))
     for table in tables_in(Objective):
         (kind,) = typing.get_args(table.model_fields["kind"].annotation)

@@ -196,6 +196,7 @@ class _Run:
                     [s.name for s in recipe.stages],
                     self.dir,
                     budgets={s.name: s.seconds for s in recipe.stages if s.seconds},
+                    tasks=recipe.evaluation.task_names if recipe.evaluation else (),
                 )
             )
             self.evaluations = [

@@ -18,7 +18,8 @@ from headrace.gateway.context import ContextPolicy
 from headrace.gateway.gateway import Gateway
 from headrace.gateway.history import ignore_lines
 from headrace.gateway.server import GatewayServer
-from headrace.recipe import Recipe
+from headrace.http_server import ConnectionLimits
+from headrace.recipe import AgenticRlStage, Recipe
 from headrace.recipe.tables import GatewayTable
 from headrace.rollout.ledger import Ledger
 from headrace.rollout.router import Router
@@ -140,10 +141,14 @@ async def open_system(
             on_close=engine.release if isinstance(engine, Router) else None,
             request_timeout_s=recipe.rollout.timeout_s,
             default_max_tokens=recipe.rollout.max_tokens,
+            max_running=most_requests(recipe),
             **_gateway_options(recipe.gateway, renderer),
         )
         server = await GatewayServer.start(
-            gateway, host=recipe.gateway.host, port=recipe.gateway.port
+            gateway,
+            host=recipe.gateway.host,
+            port=recipe.gateway.port,
+            limits=ConnectionLimits(connections=most_requests(recipe)),
         )
         stack.push_async_callback(server.stop)
         runner = RolloutRunner(
@@ -167,6 +172,15 @@ async def open_system(
             runner=runner,
             renderer=renderer,
         )
+
+
+def most_requests(recipe: Recipe) -> int:
+    """Requests that the gateway has to take at once: twice as many as there are rollouts, as an
+    agent may make several, and never fewer than 1024."""
+    rollouts = [s.concurrency for s in recipe.stages if isinstance(s, AgenticRlStage)]
+    if recipe.evaluation is not None:
+        rollouts.append(recipe.evaluation.concurrency)
+    return max(1024, 2 * max(rollouts, default=0))
 
 
 def _gateway_options(table: GatewayTable, renderer: ChatRenderer) -> dict[str, Any]:

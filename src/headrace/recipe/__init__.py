@@ -25,6 +25,7 @@ from headrace.recipe.objectives import (
     UncorrectedObjective,
 )
 from headrace.recipe.recipe import Recipe
+from headrace.recipe.sharing import RatiosTable, TaskRatio, share_limits
 from headrace.recipe.stages import (
     AgenticRlStage,
     ContextStep,
@@ -72,6 +73,7 @@ __all__ = [
     "ObjectiveTable",
     "PpoRolloutObjective",
     "PretrainStage",
+    "RatiosTable",
     "Recipe",
     "SessionTable",
     "SftStage",
@@ -79,6 +81,7 @@ __all__ = [
     "StageTable",
     "SupervisedStage",
     "Table",
+    "TaskRatio",
     "TaskTable",
     "TruncatedIsObjective",
     "UncorrectedObjective",
@@ -86,6 +89,7 @@ __all__ = [
     "find_recipe",
     "load_recipe",
     "parse_recipe",
+    "share_limits",
     "stage_kinds",
     "suggest",
     "tables_in",

@@ -5,6 +5,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, model_validator
 
 from headrace.recipe.objectives import DistillationObjective, DoubleSidedObjective, Objective
+from headrace.recipe.sharing import RatiosTable, TaskRatio, check_ratios
 from headrace.recipe.suggestions import suggest
 from headrace.recipe.tables import Fraction, Positive, Seconds, Table
 
@@ -207,9 +208,11 @@ class AgenticRlStage(StageTable):
     """Stage type."""
     task: str = "terminal"
     """Task service."""
-    tasks: dict[str, Weight] = Field(default_factory=dict)
+    tasks: dict[str, TaskRatio] = Field(default_factory=dict)
     """Instead of task: several, with their target ratios of the groups, e.g. { terminal = 0.5,
-    reasoning = 0.5 }."""
+    reasoning = 0.5 }; a table instead of a number says more: [stages.tasks.NAME]."""
+    ratios: RatiosTable = RatiosTable()
+    """Whether the ratios move as the stage goes on: [stages.ratios]."""
     mode: Literal["async", "sync"] = "async"
     """"async": generation never waits for training; "sync": generate a batch, train, publish."""
     updates: Positive | None = None
@@ -264,12 +267,13 @@ class AgenticRlStage(StageTable):
         # A resolved recipe spells defaults out.
         if self.tasks and self.task != "terminal":
             raise ValueError("give task or tasks, not both")
+        check_ratios(self.ratios, self.tasks)
         return self
 
     @property
     def task_ratios(self) -> dict[str, float]:
         """Every task of the stage with its target ratio."""
-        return dict(self.tasks) or {self.task: 1.0}
+        return {name: table.ratio for name, table in self.tasks.items()} or {self.task: 1.0}
 
     @model_validator(mode="before")
     @classmethod

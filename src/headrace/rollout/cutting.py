@@ -38,6 +38,13 @@ class TrainingBatch(msgspec.Struct, frozen=True):
     tasks: dict[str, int]
 
 
+class StaleDrop(msgspec.Struct, frozen=True):
+    """What was too old: so many trajectories, and by task the groups that were left empty."""
+
+    trajectories: int
+    groups: dict[str, int]
+
+
 class _ReadyGroup(msgspec.Struct):
     group_id: str
     task: str
@@ -82,8 +89,8 @@ class BatchQueue:
         """Forget what waits."""
         self._ready.clear()
 
-    def drop_stale(self, version: int) -> int:
-        """Remove trajectories that are too old for a batch cut now; returns how many."""
+    def drop_stale(self, version: int) -> StaleDrop:
+        """Remove trajectories that are too old for a batch cut now."""
         stale: list[tuple[str, DropReason]] = []
         for group in self._ready:
             keep: list[WeightedRollout] = []
@@ -94,10 +101,11 @@ class BatchQueue:
                 else:
                     keep.append(member)
             group.members = keep
+        empty = Counter(group.task for group in self._ready if not group.members)
         if stale:
             self._ledger.drop(stale)
             self._ready = deque(g for g in self._ready if g.members)
-        return len(stale)
+        return StaleDrop(len(stale), empty)
 
     def cut(self, version: int, count: int) -> TrainingBatch:
         """A batch of the `count` oldest groups, which have to be there, at `version`."""

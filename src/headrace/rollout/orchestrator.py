@@ -19,8 +19,10 @@ from headrace.rollout.ledger import Ledger
 from headrace.rollout.mixing import TaskMix
 from headrace.rollout.naming import missing_names, place, rollout_seed, session_name
 from headrace.rollout.pausing import TaskPauses
+from headrace.rollout.ratios import AdaptiveRatios
 from headrace.rollout.records import TRAIN, Recovery, WaitingGroup
 from headrace.rollout.runner import FinishedRollout, RolloutRunner, Ticket
+from headrace.rollout.sharing import TaskSharing
 from headrace.rollout.types import DropReason, Outcome, Session
 from headrace.rollout.window import Window
 from headrace.tasks.types import TaskInstance, TaskUnavailable
@@ -53,6 +55,7 @@ class RolloutSource:
     Args:
         mix: gives the instance of each new group.
         pauses: which tasks rest because their environment fails; by default with its defaults.
+        ratios: adjusts the mix as groups are decided and train; None leaves it as it is.
     """
 
     def __init__(
@@ -63,14 +66,22 @@ class RolloutSource:
         ledger: Ledger,
         mix: TaskMix,
         pauses: TaskPauses | None = None,
+        ratios: AdaptiveRatios | None = None,
         next_batch: int = 0,
     ) -> None:
         self.config = config
         self.window = Window()
         self._runner = runner
         self._ledger = ledger
-        self.mix = mix
         self.pauses = pauses or TaskPauses(mix.ratios)
+        self.sharing = TaskSharing(
+            config.stage,
+            mix,
+            group_size=config.group_size,
+            # A synchronous batch has so many groups; nobody may take the place of another.
+            in_turn=config.synchronous,
+            ratios=ratios,
+        )
         self._open: dict[str, tuple[int, dict[str, Session]]] = {}
         self._ready = BatchQueue(
             ledger,
@@ -145,7 +156,7 @@ class RolloutSource:
     @property
     def cursor(self) -> int:
         """Groups dispatched so far."""
-        return self.mix.groups
+        return self.sharing.mix.groups
 
     def take_window(self) -> Window:
         """Counts since the last call."""
@@ -163,14 +174,18 @@ class RolloutSource:
             return False
         return len(self._ready) < config.ready_batches * config.groups_per_batch
 
+    def _due(self) -> str | None:
+        """The task of the next group; None while none can take one."""
+        return self.sharing.next_task(self.pauses.resting)
+
     async def _produce(self) -> None:
         while True:
             while self._redispatch:
                 self._dispatch(*self._redispatch.popleft())
-            while self._room() and (due := self.mix.due(self.pauses.resting)) is not None:
-                group_id = f"{self.config.stage}-{self.mix.groups:06d}"
+            while self._room() and (due := self._due()) is not None:
+                group_id = f"{self.config.stage}-{self.sharing.mix.groups:06d}"
                 try:
-                    instance = await self.mix.next(due)
+                    instance = await self.sharing.mix.next(due)
                 except TaskUnavailable as error:
                     self.pauses.unavailable(due, str(error))
                     self._wake()
@@ -212,15 +227,16 @@ class RolloutSource:
             instance.task,
             msgspec.to_builtins(instance),
             [t.session_id for t in tickets],
-            state={cursor_key(self.config.stage): self.mix.state},
+            state=self.sharing.state,
         )
         for ticket in tickets:
             task = asyncio.create_task(self._rollout(ticket), name=ticket.session_id)
-            self._rollouts[task] = ticket.session_id
+            self._rollouts[task] = instance.task
+            self.sharing.running[instance.task] += 1
             task.add_done_callback(self._finished)
 
     def _finished(self, task: asyncio.Task[None]) -> None:
-        self._rollouts.pop(task, None)
+        self.sharing.running[self._rollouts.pop(task)] -= 1
         if not task.cancelled() and task.exception() is not None:
             self._error = self._error or task.exception()
         self._wake()
@@ -235,31 +251,25 @@ class RolloutSource:
             self._decide(ticket.group_id, sessions)
 
     def _count(self, finished: FinishedRollout) -> None:
-        window, session = self.window, finished.session
-        window.finished += 1
-        task = window.of(session.task)
-        task.finished += 1
-        window.turns += len(session.policy_calls)
-        window.sampled_tokens += sum(len(c.output_ids) for c in session.policy_calls)
+        session = finished.session
+        self.window.count(session, finished.reward, finished.wall_s)
         if session.outcome is Outcome.ENV_FAILED:
-            window.env_failed += 1
-            task.env_failed += 1
             self.pauses.failed(session.task, session.reason)
         elif session.outcome is not Outcome.CANCELLED:
             self.pauses.succeeded(session.task)
-        if finished.reward is not None:
-            window.scored += 1
-            window.reward_sum += finished.reward
-            task.scored += 1
-            task.reward_sum += finished.reward
 
     # -- deciding ---------------------------------------------------------------------------
 
     def _decide(self, group_id: str, sessions: dict[str, Session]) -> None:
         """Turn a complete group into advantages, or drop it with its reason."""
         decision = self._decision(sessions)
-        self._ledger.decide_group(group_id, decision)
+        task = next(iter(sessions.values())).task
+        with self._ledger.transaction():
+            self._ledger.decide_group(group_id, decision)
+            self.sharing.decided(task, decision)
+            self._save()
         self.window.groups += 1
+        self.window.of(task).dropped += not decision.members
         if decision.drop_reason is DropReason.NO_SIGNAL:
             self.window.dropped_no_signal += 1
         elif decision.drop_reason is DropReason.GROUP_INVALID:
@@ -267,6 +277,11 @@ class RolloutSource:
         if decision.members:
             self._ready.add(group_id, decision.members, sessions)
         self._wake()
+
+    def _save(self) -> None:
+        """Keep how tasks share the stage where a resume looks."""
+        for name, value in self.sharing.state.items():
+            self._ledger.put_state(name, value)
 
     def _decision(self, sessions: dict[str, Session]) -> GroupDecision:
         scored = [
@@ -310,10 +325,7 @@ class RolloutSource:
             self._credit = self._round_left()
             self._wake()
         while True:
-            stale = self._ready.drop_stale(version)
-            if stale:
-                self.window.dropped_stale += stale
-                self._room_changed.set()
+            self._drop_stale(version)
             if self._enough():
                 return self._cut(version)
             if self._error is not None:
@@ -328,15 +340,27 @@ class RolloutSource:
             if (patience_s := self.pauses.patience_s) is not None:
                 remaining = min(remaining, patience_s)
             self._ready_changed.clear()
+            # Not wait_for: before Python 3.12 it loses a cancellation that comes with the event.
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._ready_changed.wait(), remaining)
+                async with asyncio.timeout(remaining):
+                    await self._ready_changed.wait()
+
+    def _drop_stale(self, version: int) -> None:
+        stale = self._ready.drop_stale(version)
+        if not stale.trajectories:
+            return
+        self.window.dropped_stale += stale.trajectories
+        for task, groups in stale.groups.items():
+            self.window.of(task).dropped += groups
+        self.sharing.lost(stale.groups)
+        self._room_changed.set()
 
     def _round_left(self) -> int:
         """Groups that the next synchronous batch still lacks: all of them, or, after a crash, those
         that had not been dispatched."""
         size = self.config.groups_per_batch
         begun = self._open or self._ready
-        return -self.mix.groups % size or (0 if begun else size)
+        return -self.sharing.mix.groups % size or (0 if begun else size)
 
     def _wake(self) -> None:
         """Something finished or was taken: producer and consumer look again."""
@@ -357,15 +381,12 @@ class RolloutSource:
 
     def _cut(self, version: int) -> TrainingBatch:
         config = self.config
-        batch = self._ready.cut(
-            version, len(self._ready) if config.synchronous else config.groups_per_batch
-        )
+        count = len(self._ready) if config.synchronous else config.groups_per_batch
+        with self._ledger.transaction():
+            batch = self._ready.cut(version, count)
+            self.sharing.trained(batch.tasks)
+            self._save()
         for task, groups in batch.tasks.items():
             self.window.of(task).trained += groups
         self._wake()
         return batch
-
-
-def cursor_key(stage: str) -> str:
-    """Name under which the ledger keeps what a stage has dispatched; see `TaskMix.state`."""
-    return f"cursor:{stage}"
