@@ -200,9 +200,11 @@ class RolloutSource:
                 # Give the rollouts of one group a head start over building the next.
                 await asyncio.sleep(0)
             self._room_changed.clear()
+            # A task that rests may be tried again when its pause ends. Not `wait_for`, which may
+            # swallow the cancellation that ends this.
             with contextlib.suppress(TimeoutError):
-                # A task that rests may be tried again when its pause ends.
-                await asyncio.wait_for(self._room_changed.wait(), self.pauses.next_try_s)
+                async with asyncio.timeout(self.pauses.next_try_s if self._room() else None):
+                    await self._room_changed.wait()
 
     def _dispatch(
         self, group_id: str, instance: TaskInstance, names: list[tuple[int, str]]

@@ -80,10 +80,9 @@ class TaskPauses:
 
     @property
     def next_try_s(self) -> float | None:
-        """Seconds until the next pause ends; None when none will."""
-        now = self._clock()
-        ends = [t.until for t in self._tasks.values() if t.until is not None and t.until > now]
-        return min(ends) - now if ends else None
+        """Seconds until the next pause ends, 0 when one has; None when none will."""
+        ends = [t.until for t in self._tasks.values() if t.until is not None and not t.trying]
+        return max(0.0, min(ends) - self._clock()) if ends else None
 
     @property
     def patience_s(self) -> float | None:
