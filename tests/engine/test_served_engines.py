@@ -20,7 +20,7 @@ from headrace.engine.http_engine import HttpEngine
 from headrace.engine.types import EngineError, GenerationRequest, SamplingParams
 from headrace.model.checkpoint import save_checkpoint
 from headrace.rollout.types import FinishReason
-from headrace.serving import ServeOptions, open_engine
+from headrace.served_engine import ServeOptions, open_engine
 
 
 async def test_a_running_server_is_used_as_an_engine(tmp_path):
@@ -32,7 +32,7 @@ async def test_a_running_server_is_used_as_an_engine(tmp_path):
     serving = asyncio.create_task(server.serve())
     await until(lambda: server.started)
     port = server.servers[0].sockets[0].getsockname()[1]
-    options = ServeOptions(engine="vllm", engine_url=f"http://127.0.0.1:{port}")
+    options = ServeOptions(engine="vllm", engine_urls=(f"http://127.0.0.1:{port}",))
     try:
         async with open_engine(checkpoint, options) as engine:
             await engine.start()

@@ -166,7 +166,12 @@ class Answering:
 
         async def generate(params: SamplingParams) -> GenerationResult:
             generation = GenerationRequest(
-                request_id, attempt.prompt.ids, params, timeout_s=timeout_s, session=session.id
+                request_id,
+                attempt.prompt.ids,
+                params,
+                timeout_s=timeout_s,
+                # Engines take one for whose turns follow each other; this one has no more.
+                session="" if session.anonymous else session.id,
             )
             return await self._generate(generation, stream)
 

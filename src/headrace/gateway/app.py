@@ -86,19 +86,29 @@ def create_app(gateway: Gateway) -> FastAPI:
         except ClientDisconnect:
             return Response(status_code=499)
 
+    def entry(name: str) -> dict[str, Any]:
+        replicas = gateway.replicas() if name == gateway.model else None
+        return _entry(name) if replicas is None else {**_entry(name), "replicas": replicas}
+
     async def models(request: Request) -> Response:
         name = request.path_params.get("name")
         names = gateway.models
         if name is None:
             listed = {"first_id": names[0], "last_id": names[-1], "has_more": False}
-            return json_response({"object": "list", "data": [_entry(n) for n in names], **listed})
+            return json_response({"object": "list", "data": [entry(n) for n in names], **listed})
         if name not in names:
             missing = f"model {name!r} is not served here; use one of {', '.join(names)}"
             return _refuse(ApiError(404, "model_not_found", missing), _shape_of(request))
-        return json_response(_entry(name))
+        return json_response(entry(name))
 
     async def health(request: Request) -> Response:
-        return json_response({"status": "ok", "weight_version": gateway.weight_version})
+        replicas = gateway.replicas()
+        body = {"status": "ok", "weight_version": gateway.weight_version}
+        if replicas is None:
+            return json_response(body)
+        serving = any(replica["state"] == "serving" for replica in replicas)
+        body |= {"status": "ok" if serving else "unavailable", "replicas": replicas}
+        return json_response(body, 200 if serving else 503)
 
     routes: dict[str, tuple[Any, str]] = {
         "/v1/chat/completions": (_endpoint(gateway, _CHAT), "POST"),

@@ -50,6 +50,9 @@ from headrace.tokens.thinking import (
     supported_modes,
 )
 
+SHOWN_OF_REPLICAS = ("name", "state", "version", "requests", "restarts", "last_fault")
+"""What clients are told of a replica."""
+
 
 class _Served(NamedTuple):
     """A model that requests can name; `name` is None for the one that learns."""
@@ -87,6 +90,7 @@ class Gateway:
         normaliser: Callable[[Message], Message] | None = None,
         models: Mapping[str, tuple[EngineClient, ChatRenderer]] | None = None,
         on_close: Callable[[str], None] | None = None,
+        replicas: Callable[[], Sequence[Mapping[str, Any]]] | None = None,
     ) -> None:
         """
         Args:
@@ -112,6 +116,7 @@ class Gateway:
                 recorded with the name and never mixed with those of the model that learns;
                 thinking modes, repairs and context management are for that one alone.
             on_close: told the id of every session that has ended.
+            replicas: says what each replica of the engine is doing, where there are several.
 
         Raises:
             ValueError: a further model has the name of the one that learns.
@@ -133,6 +138,7 @@ class Gateway:
             self._others[name] = _Served(name, its_renderer, answering)
         self.models = (model, *self._others)
         self._on_close = on_close
+        self._replicas = replicas
         self._max_running = max_running
         self._max_running_per_session = max_running_per_session
         self._require_key = require_key
@@ -150,6 +156,12 @@ class Gateway:
     def weight_version(self) -> int:
         """Newest weights every engine has."""
         return self._engine.weight_version
+
+    def replicas(self) -> list[dict[str, Any]] | None:
+        """What clients may know of each replica of the engine; None if it has none."""
+        if self._replicas is None:
+            return None
+        return [{name: one[name] for name in SHOWN_OF_REPLICAS} for one in self._replicas()]
 
     # ------------------------------------------------------------------ sessions
 
@@ -380,7 +392,9 @@ class Gateway:
             return session
         self._anonymous += 1
         limits = SessionLimits(concurrent=self._max_running_per_session)
-        return self._new_session(f"anonymous-{self._anonymous}", limits, None)
+        session = self._new_session(f"anonymous-{self._anonymous}", limits, None)
+        session.anonymous = True
+        return session
 
     def _begin(
         self,

@@ -69,6 +69,8 @@ class Session:
         self.context = context
         self.expires_at = None if limits.wall_s is None else time.monotonic() + limits.wall_s
         self.closed = False
+        self.anonymous = False
+        """Of one request by somebody who shows no session's key."""
         self.history = History()
         self.calls: list[Call] = []
         """Recorded, of all models, in index order."""
