@@ -498,6 +498,7 @@ async def test_health_tells_ok_unresponsive_and_closed_apart(serve: Serve):
             "running": 0,
             "waiting": 0,
             "restarts": 3,
+            "replicas": None,
         },
     )
     engine.stats_gate.clear()

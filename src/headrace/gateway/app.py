@@ -56,6 +56,8 @@ class _Read(NamedTuple):
     events: Events | None
     """How to stream the answer; None answers it whole."""
     metadata: dict[str, Any] | None = None
+    shape: tuple[Any, ...] = ()
+    """What else `write` has to know of the request."""
 
 
 class _Api(NamedTuple):
@@ -171,11 +173,14 @@ def _read_chat(gateway: Gateway, credentials: Credentials, data: bytes) -> _Read
 
 def _read_completion(gateway: Gateway, credentials: Credentials, data: bytes) -> _Read:
     body = decode(data, openai_completions.CompletionRequest)
+    shape = openai_completions.Shape.of(body)
     events = None
     if body.stream:
         counted = body.stream_options is not None and body.stream_options.include_usage
-        events = openai_completions.Stream(gateway.shown(body.model), include_usage=counted)
-    return _Read(openai_completions.read(body), events)
+        events = openai_completions.Stream(
+            gateway.shown(body.model), include_usage=counted, shape=shape
+        )
+    return _Read(openai_completions.read(body), events, shape=(shape,))
 
 
 def _read_response(gateway: Gateway, credentials: Credentials, data: bytes) -> _Read:
@@ -226,7 +231,9 @@ def _endpoint(gateway: Gateway, api: _Api) -> Callable[[Request], Any]:
             credentials = _with_metadata(credentials, read.metadata)
             if read.events is None:
                 answers = await gateway.ask(credentials, read.turn, idempotency_key=key)
-                return json_response(api.write(answers, gateway.shown(read.turn.model)))
+                return json_response(
+                    api.write(answers, gateway.shown(read.turn.model), *read.shape)
+                )
             return await _stream(gateway, credentials, read.turn, read.events, key)
         except ApiError as error:
             return _refuse(error, api.error_body)

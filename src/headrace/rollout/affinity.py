@@ -70,5 +70,8 @@ def _hashes(ids: Sequence[int]) -> Iterator[bytes]:
     """Of the first block, the first two, and so on."""
     sofar = hashlib.blake2b(digest_size=16)
     for end in range(BLOCK, len(ids) + 1, BLOCK):
-        sofar.update(array.array("q", ids[end - BLOCK : end]).tobytes())
+        try:
+            sofar.update(array.array("q", ids[end - BLOCK : end]).tobytes())
+        except OverflowError:
+            return  # no id of any vocabulary: the engine will say so
         yield sofar.digest()
