@@ -21,6 +21,7 @@ from headrace.gateway import (
     anthropic_messages,
     openai_chat,
     openai_completions,
+    openai_items,
     openai_responses,
 )
 from headrace.gateway.gateway import Gateway
@@ -44,6 +45,8 @@ MAX_BODY_BYTES = 16 * 1024 * 1024
 MAX_KEY_CHARACTERS = 256
 _KEEP_ALIVE_S = 15.0
 """Silence after which a stream says that it is still there."""
+_REFERENCE = b"item_reference"
+"""What an item of that kind means depends on those before it: such an input is read as a whole."""
 _PREFIXES = ("", "/s/{session}")
 
 _encode = msgspec.json.Encoder().encode
@@ -184,12 +187,20 @@ def _read_completion(gateway: Gateway, credentials: Credentials, data: bytes) ->
 
 
 def _read_response(gateway: Gateway, credentials: Credentials, data: bytes) -> _Read:
+    wire = decode(data, openai_responses.WireResponsesRequest)
+    events = openai_responses.Stream(gateway.shown(wire.model)) if wire.stream else None
+    shown = _with_metadata(credentials, wire.metadata)
+    text = bytes(wire.input)
+    if text.startswith(b"[") and not wire.previous_response_id and _REFERENCE not in text:
+        conversation = gateway.transcript(shown).read(
+            text, openai_items.DIALECT, openai_responses.lead(wire)
+        )
+        turn = openai_responses.read(wire, conversation=conversation)
+        return _Read(turn, events, wire.metadata)
     body = decode(data, openai_responses.ResponsesRequest)
     before: list[dict[str, Any]] = []
-    shown = _with_metadata(credentials, body.metadata)
     if body.previous_response_id is not None:
         before = gateway.conversation(shown, openai_responses.call_of(body.previous_response_id))
-    events = openai_responses.Stream(gateway.shown(body.model)) if body.stream else None
 
     def recall(response: str) -> dict[str, Any]:
         return gateway.conversation(shown, response)[-1]
@@ -198,9 +209,14 @@ def _read_response(gateway: Gateway, credentials: Credentials, data: bytes) -> _
 
 
 def _read_message(gateway: Gateway, credentials: Credentials, data: bytes) -> _Read:
-    body = decode(data, anthropic_messages.MessagesRequest)
+    body = decode(data, anthropic_messages.WireMessagesRequest)
+    text = bytes(body.messages)
+    if not text.startswith(b"["):
+        decode(data, anthropic_messages.MessagesRequest)  # says what is wrong, and where
+    transcript = gateway.transcript(_with_metadata(credentials, body.metadata))
+    conversation = transcript.read(text, anthropic_messages.DIALECT, anthropic_messages.lead(body))
     events = anthropic_messages.Stream(gateway.shown(body.model)) if body.stream else None
-    return _Read(anthropic_messages.read(body), events, body.metadata)
+    return _Read(anthropic_messages.read(body, conversation), events, body.metadata)
 
 
 _CHAT = _Api(_read_chat, openai_chat.write, openai_chat.error_body)
