@@ -403,7 +403,7 @@ class Answering:
         if self.on_call is not None:
             self.on_call(call)
         normalised: Message = {**message, "content": content}
-        node = Node(call, prompt.ids, normalised, tools_key(turn.tools))
+        node = Node.of(call, prompt.parent, normalised, tools_key(turn.tools))
         session.calls.append(call)
         session.history.add(node, prompt.messages if whole else [])
         session.sampled_tokens += len(output)

@@ -49,7 +49,7 @@ def _matched(request: ClientRequest, messages: list[Message], change: Change, mo
     match = session.history.match(messages, turn.tools)
     fork = match.fork
     if match.parent is not None and mode == "continue":
-        held, sampled = match.parent.prompt_ids, match.parent.call.output_ids
+        held, sampled = match.parent.prompt_ids(), match.parent.call.output_ids
         delta = renderer.bridge(held, sampled, match.new_messages, turn.tools)
         if delta is not None:
             ids = (*held, *sampled, *delta)
@@ -74,8 +74,7 @@ def _by_tokens(
     if fork is not None or not messages:
         parent = session.history.match_tokens(ids)
         if parent is not None:
-            held = len(parent.prompt_ids) + len(parent.call.output_ids)
-            return Prompt(parent, None, ids, ids[held:], messages)
+            return Prompt(parent, None, ids, ids[parent.path_length :], messages)
         if not messages and session.history.calls:
             fork = ForkReason.NEW_CONVERSATION
     return Prompt(None, fork, ids, ids, messages)
