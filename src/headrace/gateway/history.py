@@ -76,7 +76,7 @@ class Node(msgspec.Struct, frozen=True, eq=False):
 
     def prompt_ids(self) -> list[int]:
         """Everything the engine read, put together anew."""
-        nodes = [self]
+        nodes: list[Node] = [self]
         while (before := nodes[-1].parent) is not None:
             nodes.append(before)
         ids: list[int] = []
