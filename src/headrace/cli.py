@@ -53,6 +53,15 @@ ContextOption = Annotated[
         help="Longest prompt + output; by default the model's limit, at most 2048.",
     ),
 ]
+ReplicasOption = Annotated[
+    int,
+    typer.Option(
+        metavar="N",
+        min=1,
+        max=64,
+        help="Engines that share the requests, each with its part of the cores.",
+    ),
+]
 DtypeOption = Annotated[str, typer.Option(metavar="TYPE", help="float32 or bfloat16.")]
 RendererOption = Annotated[
     str, typer.Option(metavar="NAME", help="How messages become tokens; see docs/recipes.md.")
@@ -195,7 +204,7 @@ def chat(
 ) -> int:
     """Talk to a checkpoint. Tool calls are shown; Ctrl-D ends the conversation."""
     from headrace.chat import ChatOptions, chat_loop
-    from headrace.serving import ServeOptions
+    from headrace.served_engine import ServeOptions
 
     return chat_loop(
         checkpoint,
@@ -237,15 +246,20 @@ def serve(
     threads: Annotated[
         int | None, typer.Option(metavar="N", min=1, help="Compute threads; all cores by default.")
     ] = None,
+    replicas: ReplicasOption = 1,
     renderer: RendererOption = "auto",
     dtype: DtypeOption = "float32",
     max_context: ContextOption = None,
     engine: Annotated[
         str, typer.Option(metavar="KIND", help="embedded, or a server: vllm or sglang.")
     ] = "embedded",
-    engine_url: Annotated[
-        str | None,
-        typer.Option(metavar="URL", help="A vLLM or SGLang server of this checkpoint that runs."),
+    engine_urls: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--engine-url",
+            metavar="URL",
+            help="A vLLM or SGLang server that runs with this checkpoint; several share requests.",
+        ),
     ] = None,
     engine_python: Annotated[
         str | None,
@@ -269,7 +283,8 @@ def serve(
     recorded and nothing is trained; `headrace run` does that. The engine is headrace's own, or vLLM
     or SGLang, started for this or running already; see docs/adapters.md.
     """
-    from headrace.serving import ServeOptions, serve_forever
+    from headrace.served_engine import ServeOptions
+    from headrace.serving import serve_forever
 
     options = ServeOptions(
         renderer=renderer,
@@ -278,8 +293,9 @@ def serve(
         max_running=max_running,
         max_waiting=max_waiting,
         threads=threads,
+        replicas=replicas,
         engine=engine,
-        engine_url=engine_url,
+        engine_urls=tuple(engine_urls or ()),
         engine_python=engine_python,
         engine_options=tuple(engine_options or ()),
         engine_key=engine_key,
@@ -321,6 +337,7 @@ def engine(
     threads: Annotated[
         int | None, typer.Option(metavar="N", min=1, help="Compute threads; all cores by default.")
     ] = None,
+    replicas: ReplicasOption = 1,
 ) -> int:
     """Serve a checkpoint token-in token-out until Ctrl-C: /generate, /weights, /metrics, ...
 
@@ -338,6 +355,7 @@ def engine(
         cache_tokens=cache_tokens,
         draft_tokens=draft_tokens,
         threads=threads,
+        replicas=replicas,
     )
     return engine_forever(
         checkpoint, options, host=host, port=port, api_key=api_key, console=Console()
