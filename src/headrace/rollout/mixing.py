@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 
 from headrace.errors import UserError
+from headrace.rollout.curriculum import Curriculum
 from headrace.tasks.types import TaskInstance, TaskService
 
 MOST_SKIPS = 1000
@@ -34,6 +35,9 @@ class TaskShare(msgspec.Struct, frozen=True):
 class HeldOut:
     """Problems that are measured on and therefore never trained on, whatever their seeds.
 
+    What a task service says of contents is believed; that it names the same problem differently
+    from one time to the next does not help it, as measured seeds are held out, too.
+
     Args:
         tasks: services by name.
         instances: what is measured, of any of these tasks.
@@ -43,14 +47,41 @@ class HeldOut:
         self, tasks: Mapping[str, TaskService], instances: Sequence[TaskInstance] = ()
     ) -> None:
         self._tasks = tasks
-        self._contents = frozenset(map(self._content, instances))
+        self._seeds = frozenset((i.task, i.seed) for i in instances)
+        self._contents = frozenset(map(self.content, instances))
 
     def __contains__(self, instance: TaskInstance) -> bool:
         """Whether the same problem is measured. May block while the problem is made."""
-        return self._content(instance) in self._contents
+        return self.holds(instance, self.content(instance))
 
-    def _content(self, instance: TaskInstance) -> str:
+    def holds(self, instance: TaskInstance, content: str) -> bool:
+        """Whether the problem is measured, when it is known what it asks."""
+        # Contents count whatever the task: two tasks may well be one service with other options.
+        return (instance.task, instance.seed) in self._seeds or self.shows(content)
+
+    def shows(self, content: str) -> bool:
+        """Whether a problem with this content is measured."""
+        return content in self._contents
+
+    def content(self, instance: TaskInstance) -> str:
+        """Names what an instance asks. May block while the problem is made."""
         return self._tasks[instance.task].content_id(instance)
+
+    def __len__(self) -> int:
+        """Different problems."""
+        return len(self._contents)
+
+    @property
+    def saved(self) -> dict[str, Any]:
+        """What a later process needs of this set, as plain JSON-compatible values."""
+        return {"seeds": sorted(self._seeds), "contents": sorted(self._contents)}
+
+    def together_with(self, saved: Mapping[str, Any]) -> "HeldOut":
+        """This set and one that was `saved`."""
+        both = HeldOut(self._tasks)
+        both._seeds = self._seeds | {(task, seed) for task, seed in saved["seeds"]}
+        both._contents = self._contents | set(saved["contents"])
+        return both
 
 
 class TaskMix:
@@ -65,6 +96,7 @@ class TaskMix:
         state: what `state` was when an earlier process stopped, or a number of groups, as runs of
             one task kept it; None begins.
         held_out: instances that are skipped and counted; None skips nothing.
+        curriculum: chooses among a task's instances; None takes them in order.
 
     Raises:
         ValueError: no task, a repeated one, or a ratio that is not above 0.
@@ -76,6 +108,7 @@ class TaskMix:
         *,
         state: Any = None,
         held_out: HeldOut | None = None,
+        curriculum: Curriculum | None = None,
     ) -> None:
         names = [share.name for share in shares]
         if not names or len(set(names)) != len(names) or any(s.ratio <= 0 for s in shares):
@@ -86,6 +119,7 @@ class TaskMix:
         """Held-out instances met by this process, by task."""
         self._shares = {share.name: share for share in shares}
         self._held_out = held_out
+        self.curriculum = curriculum
         if isinstance(state, int):
             state = {names[0]: [state, state]}
         saved = state or {}
@@ -114,17 +148,41 @@ class TaskMix:
         """
         ahead = self.groups + 1
         name = max(self.ratios, key=lambda n: self.ratios[n] * ahead - self._groups[n])
+        instance = await self._instance(name)
+        self._groups[name] += 1
+        return instance
+
+    async def _instance(self, name: str) -> TaskInstance:
+        """An instance of a task that may train. Everything that is given out passes here."""
         for _ in range(MOST_SKIPS):
-            instance = self._shares[name].instance(self._positions[name])
-            self._positions[name] += 1
-            # Making a problem may take a while, and rollouts must not stand still for it.
-            if self._held_out is None or not await asyncio.to_thread(
-                self._held_out.__contains__, instance
-            ):
-                self._groups[name] += 1
+            if self.curriculum is None:
+                instance = self._draw(name)
+            else:
+                # Looking at many takes a while, and rollouts must not stand still for it.
+                instance = await self.curriculum.choose(
+                    name, lambda: asyncio.to_thread(self._draw, name)
+                )
+            held, content = await self._look(instance)
+            if held:
+                self.skipped[name] += 1
+                if self.curriculum is not None:
+                    self.curriculum.leave()
+            elif self.curriculum is None or self.curriculum.take(instance, content):
                 return instance
-            self.skipped[name] += 1
         raise UserError(
             f"task {name}: {MOST_SKIPS} training instances in a row are held out for evaluation; "
             "choose harder or more families, or fewer evaluation.instances"
         )
+
+    def _draw(self, name: str) -> TaskInstance:
+        """The next instance in the task's own order."""
+        instance = self._shares[name].instance(self._positions[name])
+        self._positions[name] += 1
+        return instance
+
+    async def _look(self, instance: TaskInstance) -> tuple[bool, str]:
+        """Whether an instance is held out, and what it asks; "" where nobody says."""
+        if self._held_out is None:
+            return False, ""
+        content = await asyncio.to_thread(self._held_out.content, instance)
+        return self._held_out.holds(instance, content), content

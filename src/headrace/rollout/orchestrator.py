@@ -9,14 +9,18 @@ import asyncio
 import contextlib
 import uuid
 from collections import deque
+from collections.abc import Callable
+from typing import Any
 
 import msgspec
 
 from headrace.errors import UserError
+from headrace.rollout.curriculum import choices_key
 from headrace.rollout.cutting import BatchQueue, TrainingBatch
 from headrace.rollout.groups import GroupDecision, ScoredRollout, advantages
 from headrace.rollout.ledger import Ledger
 from headrace.rollout.mixing import TaskMix
+from headrace.rollout.overgeneration import Overgeneration, OvergenerationConfig
 from headrace.rollout.records import TRAIN, Recovery, WaitingGroup
 from headrace.rollout.runner import FinishedRollout, RolloutRunner, Ticket
 from headrace.rollout.types import DropReason, Outcome, Session
@@ -42,6 +46,7 @@ class SourceConfig(msgspec.Struct, frozen=True):
     synchronous: bool = False
     ready_batches: int = 2
     """Finished groups waiting for the trainer are bounded by this many batches."""
+    dynamic: OvergenerationConfig = OvergenerationConfig()
 
 
 class RolloutSource:
@@ -49,6 +54,7 @@ class RolloutSource:
 
     Args:
         mix: gives the instance of each new group.
+        report: called with one line for people.
     """
 
     def __init__(
@@ -59,6 +65,7 @@ class RolloutSource:
         ledger: Ledger,
         mix: TaskMix,
         next_batch: int = 0,
+        report: Callable[[str], None] = lambda _: None,
     ) -> None:
         self.config = config
         self.window = Window()
@@ -73,6 +80,9 @@ class RolloutSource:
             max_tokens=config.max_tokens,
             next_batch=next_batch,
         )
+        self._generated = Overgeneration(config.dynamic, config.groups_per_batch)
+        self._report = report
+        self._shrunk = False
         self._rollouts: dict[asyncio.Task[None], str] = {}
         self._room_changed = asyncio.Event()
         self._ready_changed = asyncio.Event()
@@ -194,7 +204,7 @@ class RolloutSource:
             instance.task,
             msgspec.to_builtins(instance),
             [t.session_id for t in tickets],
-            state={cursor_key(self.config.stage): self.mix.state},
+            state=self._chosen(),
         )
         for ticket in tickets:
             task = asyncio.create_task(self._rollout(ticket), name=ticket.session_id)
@@ -240,7 +250,9 @@ class RolloutSource:
     def _decide(self, group_id: str, sessions: dict[str, Session]) -> None:
         """Turn a complete group into advantages, or drop it with its reason."""
         decision = self._decision(sessions)
-        self._ledger.decide_group(group_id, decision)
+        with self._ledger.transaction():
+            self._ledger.decide_group(group_id, decision)
+            self._learn(sessions, decision)
         self.window.groups += 1
         if decision.drop_reason is DropReason.NO_SIGNAL:
             self.window.dropped_no_signal += 1
@@ -249,6 +261,28 @@ class RolloutSource:
         if decision.members:
             self._ready.add(group_id, decision.members, sessions)
         self._wake()
+
+    def _learn(self, sessions: dict[str, Session], decision: GroupDecision) -> None:
+        """Remember how a group went, for the choice of others; in its decision's transaction."""
+        valid = [s for s in sessions.values() if s.outcome is not None and s.outcome.scored]
+        rewards = [s.rewards["reward"] for s in valid]
+        instance = msgspec.convert(next(iter(sessions.values())).instance, TaskInstance)
+        if rewards and decision.drop_reason is not DropReason.GROUP_INVALID:
+            signal = bool(decision.members)
+            self._generated.decided(instance.task, signal, sum(rewards) / len(rewards))
+            counts = self.window.of(instance.task)
+            counts.decided += 1
+            counts.with_signal += signal
+        if self.mix.curriculum is not None:
+            self.mix.curriculum.observe(instance, rewards)
+            self.mix.curriculum.save(self.config.stage, self._ledger.put_state)
+
+    def _chosen(self) -> dict[str, Any]:
+        """What has to be kept of the choice of problems with each dispatch."""
+        found: dict[str, Any] = {cursor_key(self.config.stage): self.mix.state}
+        if self.mix.curriculum is not None:
+            found[choices_key(self.config.stage)] = self.mix.curriculum.choices
+        return found
 
     def _decision(self, sessions: dict[str, Session]) -> GroupDecision:
         scored = [
@@ -296,6 +330,9 @@ class RolloutSource:
                 self._room_changed.set()
             if self._enough():
                 return self._cut(version)
+            if self._generated.failed:
+                stage = self.config.stage
+                raise UserError(self._generated.explanation(stage, len(self._ready)))
             if self._error is not None:
                 raise self._error  # the recorder failed (a full disk, a bug): nothing can go on
             if self._failures >= FAILURES_IN_A_ROW:
@@ -319,7 +356,8 @@ class RolloutSource:
 
     def _enough(self) -> bool:
         if not self.config.synchronous:
-            return len(self._ready) >= self.config.groups_per_batch
+            wanted = 1 if self._generated.shrunk else self.config.groups_per_batch
+            return len(self._ready) >= wanted
         if self._credit > 0 or self._rollouts:
             return False
         if self._ready:
@@ -330,10 +368,16 @@ class RolloutSource:
         return False
 
     def _cut(self, version: int) -> TrainingBatch:
-        config = self.config
+        config, ready = self.config, len(self._ready)
+        shrunk = self._generated.shrunk and ready < config.groups_per_batch
+        if shrunk and not self._shrunk:
+            told = self._generated.explanation(config.stage, ready)
+            self._report(f"{told}; going on with smaller batches")
+        self._shrunk = shrunk
         batch = self._ready.cut(
-            version, len(self._ready) if config.synchronous else config.groups_per_batch
+            version, ready if config.synchronous else min(ready, config.groups_per_batch)
         )
+        self._generated.cut()
         for task, groups in batch.tasks.items():
             self.window.of(task).trained += groups
         self._wake()

@@ -15,6 +15,10 @@ class TaskCounts(msgspec.Struct):
     """Rollouts."""
     scored: int = 0
     reward_sum: float = 0.0
+    decided: int = 0
+    """Groups with enough valid rollouts."""
+    with_signal: int = 0
+    """Those of them whose rewards differ."""
     trained: int = 0
     """Groups handed to the trainer."""
 

@@ -3,7 +3,6 @@
 What must survive a crash is in the ledger before it is acted upon.
 """
 
-import asyncio
 import contextlib
 import hashlib
 import os
@@ -18,17 +17,19 @@ from headrace.engine.types import PolicyEngine
 from headrace.errors import UserError
 from headrace.model.shared_folder import own_folder
 from headrace.recipe import AgenticRlStage
-from headrace.rollout.mixing import HeldOut, TaskMix, TaskShare
+from headrace.rollout.curriculum import Curriculum, CurriculumConfig, choices_key, difficulty_key
+from headrace.rollout.mixing import TaskMix, TaskShare
 from headrace.rollout.orchestrator import RolloutSource, SourceConfig, cursor_key
+from headrace.rollout.overgeneration import OvergenerationConfig
 from headrace.rollout.window import Window
 from headrace.stages.context import (
     SAVE_TIMEOUT_S,
     StageContext,
-    held_out_instances,
     next_version,
     optimizer_config,
     save_weights,
 )
+from headrace.stages.held_out import hold_out
 from headrace.stages.trainers import TrainerGroup, open_trainer
 from headrace.tasks.types import TaskService
 from headrace.training import rl
@@ -52,7 +53,13 @@ async def run_agentic_rl(
             for name, ratio in stage.task_ratios.items()
         ],
         state=ledger.get_state(cursor_key(stage.name)),
-        held_out=await asyncio.to_thread(_held_out, context),
+        held_out=await hold_out(context.recipe, context.tasks, ledger),
+        curriculum=Curriculum(
+            CurriculumConfig(**stage.curriculum.constants),
+            seed=context.recipe.seed,
+            choices=ledger.get_state(choices_key(stage.name)),
+            difficulty=ledger.get_state(difficulty_key(stage.name)),
+        ),
     )
     source_of_batches = RolloutSource(
         SourceConfig(
@@ -66,10 +73,12 @@ async def run_agentic_rl(
             leave_one_out=stage.baseline == "leave_one_out",
             advantage_std=stage.divides_by_std,
             synchronous=stage.mode == "sync",
+            dynamic=OvergenerationConfig(**stage.dynamic.model_dump()),
         ),
         runner=system.runner,
         ledger=ledger,
         mix=mix,
+        report=context.message,
     )
     source_of_batches.resume(recovery)
     cores = system.cores.trainer
@@ -134,16 +143,6 @@ async def run_agentic_rl(
 
 def _share(task: TaskService, ratio: float, offset: int) -> TaskShare:
     return TaskShare(task.name, ratio, lambda i: task.instance(task.train_seed(offset + i)))
-
-
-def _held_out(context: StageContext) -> HeldOut:
-    """Everything that the recipe measures, by content."""
-    table = context.recipe.evaluation
-    measured = table.task_names if table is not None else ()
-    return HeldOut(
-        context.tasks,
-        [i for name in measured if table for i in held_out_instances(context.tasks[name], table)],
-    )
 
 
 def load_request(stage: AgenticRlStage, begin: Path, *, reference: Path) -> dict[str, Any]:
@@ -300,19 +299,34 @@ class _RlObserver:
 
 
 def _task_metrics(mix: TaskMix, window: Window) -> dict[str, float]:
-    """How each task of several is doing, and how far the groups are from the target ratios."""
+    """How each task is doing, how far the groups are from the target ratios, and what is known of
+    difficulty."""
     found = {"held_out_skipped": float(sum(mix.skipped.values()))}
-    if len(mix.ratios) == 1:
-        return found
-    found["ratio_error"] = max(abs(mix.share_of(n) - ratio) for n, ratio in mix.ratios.items())
+    if mix.curriculum is not None:
+        found |= mix.curriculum.metrics()
+    several = len(mix.ratios) > 1
+    if several:
+        found["ratio_error"] = max(abs(mix.share_of(n) - ratio) for n, ratio in mix.ratios.items())
     for name in mix.ratios:
         counts, place = window.of(name), f"task.{name}"
+        if counts.decided:
+            found[f"{place}.signal_share"] = counts.with_signal / counts.decided
+        if counts.trained:
+            found[f"{place}.overgeneration"] = counts.decided / counts.trained
+        if not several:
+            continue
         found[f"{place}.share"] = mix.share_of(name)
         found[f"{place}.groups_dispatched"] = float(counts.dispatched)
         found[f"{place}.rollouts_finished"] = float(counts.finished)
         found[f"{place}.groups_trained"] = float(counts.trained)
         if counts.scored:
             found[f"{place}.reward_mean"] = counts.reward_sum / counts.scored
+    decided = sum(counts.decided for counts in window.tasks.values())
+    trained = sum(counts.trained for counts in window.tasks.values())
+    if decided:
+        found["signal_share"] = sum(c.with_signal for c in window.tasks.values()) / decided
+    if trained:
+        found["overgeneration"] = decided / trained
     return found
 
 
