@@ -70,15 +70,20 @@ def test_nothing_is_known_at_first():
 
 def test_evidence_fades_by_half_and_returns_to_not_knowing():
     difficulty = Difficulty(10.0)
-    difficulty.observe("t", "hard", 3, [0.0] * 8)
+    difficulty.observe("t", "hard", 3, [0.0])
     fresh = difficulty.of_kind("t", "hard", 3)
     for _ in range(10):
-        difficulty.observe("t", "easy", 1, [1.0] * 8)
+        difficulty.observe("t", "easy", 1, [1.0])
     later = difficulty.of_kind("t", "hard", 3)
     assert later.b - 1.0 == pytest.approx((fresh.b - 1.0) / 2)
     # Another task's groups are no time that passes for this one.
     difficulty.observe("other", "f", 1, [1.0])
     assert difficulty.of_kind("t", "hard", 3) == later
+    for _ in range(20_000):  # until nothing is left that a number could tell from 0
+        difficulty.observe("t", "easy", 1, [1.0])
+    assert difficulty.of_kind("t", "hard", 3) == Beta(1.0, 1.0)
+    difficulty.observe("t", "hard", 3, [1.0] * 8)
+    assert difficulty.of_kind("t", "hard", 3).mean > 0.6
 
 
 def test_estimates_follow_a_model_that_learns():

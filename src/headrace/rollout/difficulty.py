@@ -108,14 +108,16 @@ class Evidence(msgspec.Struct):
     """What is known of one kind of problem, or of one problem; fades with time.
 
     Attributes:
-        successes: sum of rewards, weighted and faded.
-        failures: what was missing from 1 in them, likewise.
+        successes: sum of rewards, faded.
+        failures: what was missing from 1 in them, faded.
+        recent: groups, faded.
         at: groups of the task decided when this was faded last.
         groups: groups seen in all, not faded.
     """
 
     successes: float = 0.0
     failures: float = 0.0
+    recent: float = 0.0
     at: int = 0
     groups: int = 0
 
@@ -124,13 +126,15 @@ class Evidence(msgspec.Struct):
         kept = 0.5 ** ((now - self.at) / half_life)
         self.successes *= kept
         self.failures *= kept
+        self.recent *= kept
         self.at = now
 
-    def add(self, rewards: Sequence[float], weight: float) -> None:
-        """Add a group whose rollouts count `weight` each."""
+    def add(self, rewards: Sequence[float]) -> None:
+        """Add a group."""
         total = sum(rewards)
-        self.successes += weight * total
-        self.failures += weight * (len(rewards) - total)
+        self.successes += total
+        self.failures += len(rewards) - total
+        self.recent += 1.0
         self.groups += 1
 
 
@@ -204,26 +208,21 @@ class Difficulty:
             return
         rewards = [min(1.0, max(0.0, reward)) for reward in rewards]
         kind = state.kinds.setdefault(kind_key(task, family, level), Evidence(at=now))
+        if kind.groups:
+            self._compare(task, now, self._pass_rate(task, kind).mean, rewards)
         kind.fade(now, self._half_life)
-        n = len(rewards)
-        self._compare(task, now, _posterior(kind).mean, rewards, known=kind.groups > 0)
-        kind.add(rewards, 1.0 / (1.0 + (n - 1) * self.correlation(task)))
+        kind.add(rewards)
         if content:
             own = state.instances.pop(content, None) or Evidence(at=now)
             own.fade(now, self._half_life)
-            # Rollouts of one problem are independent once its own pass rate is what is asked for.
-            own.add(rewards, 1.0)
+            own.add(rewards)
             state.instances[content] = own
             while len(state.instances) > MOST_INSTANCES:
                 state.instances.pop(next(iter(state.instances)))
 
-    def _compare(
-        self, task: str, now: int, mean: float, rewards: Sequence[float], *, known: bool
-    ) -> None:
+    def _compare(self, task: str, now: int, mean: float, rewards: Sequence[float]) -> None:
         """Learn from a group how alike its rollouts are, given its kind's pass rate before it."""
         n = len(rewards)
-        if not known or n < 2:
-            return
         spread = self.state.spread.setdefault(task, _Spread(at=now))
         kept = 0.5 ** ((now - spread.at) / self._half_life)
         noise = mean * (1.0 - mean)
@@ -248,7 +247,7 @@ class Difficulty:
 
     def of_kind(self, task: str, family: str, level: int) -> Beta:
         """The pass rate of a kind of problem; flat when it was never met."""
-        return self._faded(task, self.state.kinds.get(kind_key(task, family, level)))
+        return self._pass_rate(task, self.state.kinds.get(kind_key(task, family, level)))
 
     def of_instance(self, task: str, family: str, level: int, content: str) -> Beta | None:
         """The pass rate of one problem; None when it was not met, or is forgotten."""
@@ -260,8 +259,12 @@ class Difficulty:
         least, most = _STRENGTH
         # A Beta population of problems whose rollouts correlate by r has a + b = (1 - r) / r.
         strength = min(most, max(least, (1.0 - r) / r)) if r > 0 else most
-        seen = self._faded(task, own)
-        return Beta(seen.a - 1.0 + strength * kind.mean, seen.b - 1.0 + strength * (1 - kind.mean))
+        # Rollouts of one problem are independent once its own pass rate is what is asked for.
+        kept = self._kept(task, own)
+        return Beta(
+            kept * own.successes + strength * kind.mean,
+            kept * own.failures + strength * (1.0 - kind.mean),
+        )
 
     def of_level(self, task: str, level: int) -> Beta | None:
         """The pass rate of a level: the mean over its families met so far; None without any.
@@ -269,7 +272,7 @@ class Difficulty:
         Families count the same however often each was attempted, as what is attempted is chosen.
         """
         found = [
-            self._faded(task, evidence)
+            self._pass_rate(task, evidence)
             for key, evidence in self.state.kinds.items()
             if split_key(key)[:2] == (task, level)
         ]
@@ -284,13 +287,14 @@ class Difficulty:
         """Levels of a task met so far, easiest first."""
         return sorted({n for t, n, _ in map(split_key, self.state.kinds) if t == task})
 
-    def _faded(self, task: str, evidence: Evidence | None) -> Beta:
-        if evidence is None:
+    def _pass_rate(self, task: str, evidence: Evidence | None) -> Beta:
+        """The posterior that evidence of a kind gives now."""
+        if evidence is None or evidence.recent == 0.0:
             return Beta(1.0, 1.0)
-        now = self.state.decided.get(task, 0)
-        kept = 0.5 ** ((now - evidence.at) / self._half_life)
+        n = max(1.0, (evidence.successes + evidence.failures) / evidence.recent)
+        kept = self._kept(task, evidence) / (1.0 + (n - 1.0) * self.correlation(task))
         return Beta(1.0 + kept * evidence.successes, 1.0 + kept * evidence.failures)
 
-
-def _posterior(evidence: Evidence) -> Beta:
-    return Beta(1.0 + evidence.successes, 1.0 + evidence.failures)
+    def _kept(self, task: str, evidence: Evidence) -> float:
+        """What share of evidence is left now."""
+        return 0.5 ** ((self.state.decided.get(task, 0) - evidence.at) / self._half_life)
