@@ -79,7 +79,7 @@ async def demonstrations_of(
         raise UserError(
             f"task {task.name}: its demonstrations do not say which problems they show, so they "
             "may show what is measured; have the service fill in Demonstration.content_id, or "
-            "leave out [evaluation]"
+            "measure other tasks only"
         )
     kept = [d for d in found if not held_out.shows(d.content_id)]
     if found and not kept:
