@@ -434,7 +434,9 @@ async def test_a_batch_that_costs_too_much_is_smaller_and_says_so_once(ledger):
     assert "16 groups were generated and 2 with signal wait for a batch of 4" in line
     assert "toy 2 of 16 at a pass rate of 3.1%" in line
     assert "make toy easier" in line
-    counts = source.take_window().of("toy")
+    window = source.take_window()
+    assert window.small_batches == 5
+    counts = window.of("toy")
     assert counts.decided / counts.trained == pytest.approx(8, rel=0.1)
     assert counts.with_signal / counts.decided == pytest.approx(1 / 8, rel=0.1)
 

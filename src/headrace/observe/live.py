@@ -19,6 +19,7 @@ from rich.table import Table
 from rich.text import Text
 
 from headrace.observe.braille import bar, curve
+from headrace.observe.difficulty import difficulty_words
 from headrace.observe.measurements import Measure, Measurement, measurement_of
 from headrace.observe.units import (
     after_words,
@@ -414,6 +415,8 @@ def _numbers(stage: _Stage, width: int) -> RenderableType:
         f"{tau} · masked {percent(masked)} · "
         f"mismatch {short(m.get('mismatch_mean_abs'))} · weights v{short(m.get('version'))}",
     ]
+    if (words := difficulty_words(m)) is not None:
+        lines.append(words)
     if "replicas_serving" in m:
         lines.append(_replica_words(m))
     return Group(table, *(Text(line, overflow="fold") for line in lines))

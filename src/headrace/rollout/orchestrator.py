@@ -372,8 +372,9 @@ class RolloutSource:
         shrunk = self._generated.shrunk and ready < config.groups_per_batch
         if shrunk and not self._shrunk:
             told = self._generated.explanation(config.stage, ready)
-            self._report(f"{told}; going on with smaller batches")
-        self._shrunk = shrunk
+            self._report(f"{told}; going on with smaller batches, where that happens")
+        self._shrunk |= shrunk  # said once; how often it happens is a metric
+        self.window.small_batches += shrunk
         batch = self._ready.cut(
             version, ready if config.synchronous else min(ready, config.groups_per_batch)
         )

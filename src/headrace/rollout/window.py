@@ -36,6 +36,8 @@ class Window(msgspec.Struct):
     dropped_no_signal: int = 0
     dropped_invalid: int = 0
     dropped_stale: int = 0
+    small_batches: int = 0
+    """Batches with fewer groups than they should have, as others would have cost too much."""
     tasks: dict[str, TaskCounts] = msgspec.field(default_factory=dict)
 
     def of(self, task: str) -> TaskCounts:

@@ -323,6 +323,8 @@ def _task_metrics(mix: TaskMix, window: Window) -> dict[str, float]:
             found[f"{place}.reward_mean"] = counts.reward_sum / counts.scored
     decided = sum(counts.decided for counts in window.tasks.values())
     trained = sum(counts.trained for counts in window.tasks.values())
+    if window.small_batches:
+        found["small_batches"] = float(window.small_batches)
     if decided:
         found["signal_share"] = sum(c.with_signal for c in window.tasks.values()) / decided
     if trained:
