@@ -5,7 +5,8 @@ name, a way to their instances and contents by hash; nothing of rollouts or rewa
 """
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -148,20 +149,25 @@ class TaskMix:
         """
         ahead = self.groups + 1
         name = max(self.ratios, key=lambda n: self.ratios[n] * ahead - self._groups[n])
-        instance = await self._instance(name)
+        # Nothing is booked before it is found: others may save the state meanwhile.
+        positions = itertools.count(self._positions[name])
+        instance = await self._instance(name, positions)
+        self._positions[name] = next(positions)
         self._groups[name] += 1
         return instance
 
-    async def _instance(self, name: str) -> TaskInstance:
+    async def _instance(self, name: str, positions: Iterator[int]) -> TaskInstance:
         """An instance of a task that may train. Everything that is given out passes here."""
+
+        def draw() -> TaskInstance:
+            return self._shares[name].instance(next(positions))
+
         for _ in range(MOST_SKIPS):
             if self.curriculum is None:
-                instance = self._draw(name)
+                instance = draw()
             else:
                 # Looking at many takes a while, and rollouts must not stand still for it.
-                instance = await self.curriculum.choose(
-                    name, lambda: asyncio.to_thread(self._draw, name)
-                )
+                instance = await self.curriculum.choose(name, lambda: asyncio.to_thread(draw))
             held, content = await self._look(instance)
             if held:
                 self.skipped[name] += 1
@@ -173,12 +179,6 @@ class TaskMix:
             f"task {name}: {MOST_SKIPS} training instances in a row are held out for evaluation; "
             "choose harder or more families, or fewer evaluation.instances"
         )
-
-    def _draw(self, name: str) -> TaskInstance:
-        """The next instance in the task's own order."""
-        instance = self._shares[name].instance(self._positions[name])
-        self._positions[name] += 1
-        return instance
 
     async def _look(self, instance: TaskInstance) -> tuple[bool, str]:
         """Whether an instance is held out, and what it asks; "" where nobody says."""
