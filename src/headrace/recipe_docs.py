@@ -20,7 +20,9 @@ from headrace.recipe import (
     Objective,
     ObjectiveTable,
     Recipe,
+    StageEvaluationTable,
     StageTable,
+    StopTable,
     SupervisedStage,
     Table,
     stage_kinds,
@@ -120,6 +122,8 @@ def _tables() -> list[tuple[str, type[Table]]]:
     for name, kind in stage_kinds().items():
         sections.append((f'[[stages]] with kind = "{name}"', kind))
     sections.append(("[[stages.context]] of midtrain", ContextStep))
+    sections.append(("[stages.evaluation] of agentic_rl", StageEvaluationTable))
+    sections.append(("[stages.stop] of agentic_rl", StopTable))
     sections.append(("[stages.objective] of agentic_rl, every kind", ObjectiveTable))
     for table in tables_in(Objective):
         (kind,) = typing.get_args(table.model_fields["kind"].annotation)

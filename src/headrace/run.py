@@ -24,7 +24,6 @@ from headrace.observe.machine import describe_machine
 from headrace.observe.metrics import MetricsWriter
 from headrace.observe.report import write_report
 from headrace.observe.sinks import open_sinks
-from headrace.observe.statistics import wilson
 from headrace.observe.summary import write_summary
 from headrace.recipe import (
     AgenticRlStage,
@@ -39,10 +38,10 @@ from headrace.rollout.audit import audit
 from headrace.rollout.evaluation import STAGE as EVALUATION_STAGE
 from headrace.rollout.evaluation import evaluate
 from headrace.rollout.ledger import Ledger
-from headrace.rollout.records import Evaluation
 from headrace.stages import StageContext, run_stage
 from headrace.stages.checks import check_recipe
 from headrace.stages.context import held_out_instances, next_version, training_folder
+from headrace.stages.evaluating import keep_evaluation
 from headrace.stages.measuring import measure_model
 from headrace.stages.new_model import start_checkpoint
 from headrace.system import System, open_system, open_tasks, placement
@@ -261,6 +260,8 @@ class _Run:
         if total is None:
             if isinstance(stage, AgenticRlStage):
                 total, unit = stage.updates, "updates"
+                if total is None:
+                    total, unit = stage.trained_tokens, "tokens"
             else:
                 total, unit = stage.steps, "steps"
         self.view.stage_started(stage.name, stage.kind, total, unit)
@@ -277,6 +278,7 @@ class _Run:
             log=self._log,
             progress=self.view.progress,
             message=self.view.message,
+            evaluated=self._evaluated_beside,
         )
         with self._explained(f"stage {stage.name}: the trainer"):
             result = await run_stage(context, stage, source, target)
@@ -361,24 +363,21 @@ class _Run:
             concurrency=table.concurrency,
             progress=self.view.progress,
         )
-        low, high = wilson(result["ok"], result["n"])
-        record = {"after": label, "low": low, "high": high, **result}
-        self.ledger.put_evaluation(
-            Evaluation(
-                label=label,
-                task=task,
-                stage=after,
-                n=result["n"],
-                success=result["success"],
-                low=low,
-                high=high,
-                detail=result,
-            )
-        )
-        self.evaluations.append(record)
+        record = keep_evaluation(self.ledger, label, after, result)
         self.metrics.log(title, 0, {"success": result["success"]})
-        self.view.evaluation(record)
         self.view.stage_finished()
+        self._evaluated(record)
+
+    def _evaluated_beside(self, record: dict[str, Any]) -> None:
+        """An RL stage measured its weights while it went on."""
+        stage = record["after"].partition("@")[0]
+        row = {"success": record["success"], "version": float(record["version"])}
+        self.metrics.log(f"evaluate {stage} {record['task']}", record["step"], row)
+        self._evaluated(record)
+
+    def _evaluated(self, record: dict[str, Any]) -> None:
+        self.evaluations.append(record)
+        self.view.evaluation(record)
         self._summarise("running")
 
     # -- record -----------------------------------------------------------------------------
@@ -449,6 +448,8 @@ def _budget(stage: Stage) -> list[str]:
         parts.append(f"{count} {unit}")
     if stage.seconds is not None:
         parts.append(f"{stage.seconds:g} s")
+    if isinstance(stage, AgenticRlStage) and stage.trained_tokens is not None:
+        parts.append(f"{stage.trained_tokens:,} trained tokens")
     return parts
 
 

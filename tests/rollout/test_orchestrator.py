@@ -280,7 +280,7 @@ async def test_a_hanging_task_service_is_cut_off(ledger, monkeypatch):
 
 async def test_sync_mode_dispatches_one_batch_at_a_time(ledger):
     task = ScriptedTask()
-    _, source = build(ledger, task, synchronous=True)
+    _, source = build(ledger, task, mode="sync")
     source.start()
     for index in range(2):
         batch = await source.cut(1, TIMEOUT)

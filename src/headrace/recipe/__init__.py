@@ -5,6 +5,7 @@ an unknown key is an error that names the nearest known one. This room only read
 touches neither models nor processes.
 """
 
+from headrace.recipe.ending import StageEvaluationTable, StopTable
 from headrace.recipe.loading import (
     apply_override,
     find_recipe,
@@ -73,7 +74,9 @@ __all__ = [
     "SessionTable",
     "SftStage",
     "Stage",
+    "StageEvaluationTable",
     "StageTable",
+    "StopTable",
     "SupervisedStage",
     "Table",
     "TruncatedIsObjective",

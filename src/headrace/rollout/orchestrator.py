@@ -3,12 +3,16 @@
 Producer and consumer meet here: rollouts are dispatched group by group as long as there is room,
 never waiting for a batch; `cut` hands out a batch as soon as enough finished groups carry signal.
 All decisions go to the ledger first. How a batch is made of groups is `cutting`'s business.
+
+Modes other than "async" go in step with the trainer: groups for one batch are let in at a time,
+for "sync" when that batch is asked for, for "one_step_off" when the one before is handed out.
 """
 
 import asyncio
 import contextlib
 import uuid
 from collections import deque
+from typing import Literal
 
 import msgspec
 
@@ -20,11 +24,13 @@ from headrace.rollout.mixing import TaskMix
 from headrace.rollout.records import TRAIN, Recovery, WaitingGroup
 from headrace.rollout.runner import FinishedRollout, RolloutRunner, Ticket
 from headrace.rollout.types import DropReason, Outcome, Session
-from headrace.rollout.window import Window
+from headrace.rollout.window import Hold, HoldTimer, Window
 from headrace.tasks.types import TaskInstance
 
 FAILURES_IN_A_ROW = 64
 """So many environment failures without one success in between end the stage with an error."""
+SETTLE_TIMEOUT_S = 3600.0
+"""Longest wait for rollouts in flight to end; they have deadlines of their own."""
 
 
 class SourceConfig(msgspec.Struct, frozen=True):
@@ -39,9 +45,11 @@ class SourceConfig(msgspec.Struct, frozen=True):
     max_tokens: int
     leave_one_out: bool = False
     advantage_std: bool = False
-    synchronous: bool = False
+    mode: Literal["async", "one_step_off", "sync"] = "async"
     ready_batches: int = 2
     """Finished groups waiting for the trainer are bounded by this many batches."""
+    whole_versions: bool = False
+    """New weights wait for the rollouts in flight, so that each has one version."""
 
 
 class RolloutSource:
@@ -80,7 +88,13 @@ class RolloutSource:
         self._last_failure = ""
         self._error: BaseException | None = None
         self._producer: asyncio.Task[None] | None = None
-        self._credit = 0  # groups a synchronous stage may still dispatch for the coming batch
+        self._in_step = config.mode != "async"
+        self._credit = 0  # groups that a mode in step may still dispatch for the coming batch
+        self._granted = False  # whether that batch had its credit
+        self._newest = 0
+        self._publishing = False
+        self._drawing = False  # whether a group is about to be dispatched
+        self._hold = HoldTimer()
         self._redispatch: deque[tuple[str, TaskInstance, int]] = deque()
 
     # -- life -------------------------------------------------------------------------------
@@ -145,35 +159,80 @@ class RolloutSource:
     def take_window(self) -> Window:
         """Counts since the last call."""
         window, self.window = self.window, Window()
+        window.held = self._hold.take()
         return window
 
     # -- producing --------------------------------------------------------------------------
 
-    def _room(self) -> bool:
-        """Whether another group may be dispatched."""
+    def _held(self) -> Hold | None:
+        """Why no further group may be dispatched now, if so."""
         config = self.config
-        if config.synchronous:
-            return self._credit > 0
+        if self._publishing:
+            return Hold.PUBLICATION
+        if self._in_step and self._credit <= 0:
+            return Hold.BATCH
         if self._rollouts and len(self._rollouts) + config.group_size > config.concurrency:
-            return False
-        return len(self._ready) < config.ready_batches * config.groups_per_batch
+            return Hold.CONCURRENCY
+        if not self._in_step and len(self._ready) >= config.ready_batches * config.groups_per_batch:
+            return Hold.READY
+        return None
 
     async def _produce(self) -> None:
         while True:
-            while self._redispatch:
+            while self._redispatch and not self._publishing:
                 group_id, instance, missing = self._redispatch.popleft()
                 self._dispatch(group_id, instance, missing)
-            while self._room():
+            while (held := self._held()) is None:
+                self._hold.switch(None)
                 group_id = f"{self.config.stage}-{self.mix.groups:06d}"
-                instance = await self.mix.next()
+                self._drawing = True
+                try:
+                    instance = await self.mix.next()
+                finally:
+                    self._drawing = False
                 self._credit -= 1
                 self.window.of(instance.task).dispatched += 1
                 self._open[group_id] = (self.config.group_size, {})
                 self._dispatch(group_id, instance, self.config.group_size)
                 # Give the rollouts of one group a head start over building the next.
                 await asyncio.sleep(0)
+            self._hold.switch(held)
             self._room_changed.clear()
             await self._room_changed.wait()
+
+    def _grant(self) -> None:
+        """Let in as many groups as the coming batch lacks."""
+        missing = self.config.groups_per_batch - len(self._ready) - len(self._open)
+        self._credit, self._granted = max(0, missing), True
+        self._wake()
+
+    async def settle(self) -> None:
+        """Wait until new weights may come: nothing is generated that must not see them.
+
+        Nothing new begins until `published`, and nobody waits if the mode does not care.
+
+        Raises:
+            TimeoutError: a rollout does not end.
+        """
+        if not self._in_step and not self.config.whole_versions:
+            return
+        self._publishing = not self._in_step  # a batch in step is generated to its end first
+        async with asyncio.timeout(SETTLE_TIMEOUT_S):
+            while self._drawing or self._rollouts or (self._in_step and self._owing()):
+                if self._error is not None or self._producer is None or self._producer.done():
+                    return  # `cut` says what is wrong
+                self._ready_changed.clear()
+                await self._ready_changed.wait()
+
+    def _owing(self) -> bool:
+        """Whether groups of the coming batch are still to be dispatched."""
+        return self._credit > 0 or bool(self._redispatch)
+
+    def published(self, version: int) -> None:
+        """The engines have new weights; batches are cut at this version from here on."""
+        self._newest = max(self._newest, version)
+        self._publishing = False
+        self._wake()
 
     def _dispatch(self, group_id: str, instance: TaskInstance, count: int) -> None:
         tickets = [
@@ -278,18 +337,21 @@ class RolloutSource:
     # -- cutting ----------------------------------------------------------------------------
 
     async def cut(self, version: int, timeout_s: float) -> TrainingBatch | None:
-        """The next batch, cut at `version`; None when `timeout_s` passes first.
+        """The next batch, cut at `version` or the newest published; None after `timeout_s`.
 
         Raises:
             UserError: the environment fails again and again.
         """
         if self._ready.replaying:
-            return self._ready.replayed()
+            batch = self._ready.replayed()
+            if self.config.mode == "one_step_off":
+                self._grant()
+            return batch
         deadline = asyncio.get_running_loop().time() + timeout_s
-        if self.config.synchronous:
-            self._credit = self.config.groups_per_batch
-            self._wake()
+        if self._in_step and not self._granted:
+            self._grant()
         while True:
+            version = max(version, self._newest)
             stale = self._ready.drop_stale(version)
             if stale:
                 self.window.dropped_stale += stale
@@ -318,24 +380,26 @@ class RolloutSource:
         self._ready_changed.set()
 
     def _enough(self) -> bool:
-        if not self.config.synchronous:
+        if not self._in_step:
             return len(self._ready) >= self.config.groups_per_batch
-        if self._credit > 0 or self._rollouts:
+        if self._credit > 0 or self._open or self._rollouts:
             return False
         if self._ready:
             return True
-        # Nobody had signal: a synchronous batch of nothing is no batch; try other instances.
-        self._credit = self.config.groups_per_batch
-        self._wake()
+        # Nobody had signal: a batch of nothing is no batch; try other instances.
+        self._grant()
         return False
 
     def _cut(self, version: int) -> TrainingBatch:
         config = self.config
         batch = self._ready.cut(
-            version, len(self._ready) if config.synchronous else config.groups_per_batch
+            version, len(self._ready) if self._in_step else config.groups_per_batch
         )
         for task, groups in batch.tasks.items():
             self.window.of(task).trained += groups
+        self._granted = False
+        if config.mode == "one_step_off":
+            self._grant()
         self._wake()
         return batch
 

@@ -33,6 +33,7 @@ class StageContext(msgspec.Struct, frozen=True):
         log: called with (stage, step, metrics) after each step worth a row.
         progress: called with the share of the budget that is used.
         message: called with one line for people.
+        evaluated: called with each finished evaluation, as summary.json keeps it.
     """
 
     recipe: Recipe
@@ -45,6 +46,7 @@ class StageContext(msgspec.Struct, frozen=True):
     log: Callable[[str, int, dict[str, float]], None]
     progress: Callable[[float], None]
     message: Callable[[str], None]
+    evaluated: Callable[[dict[str, Any]], None] = lambda record: None
 
 
 def training_folder(run_dir: Path, stage: StageTable) -> Path:
@@ -69,6 +71,8 @@ async def save_weights(
     tokenizer: Path,
     optimizer: bool = False,
     reset_optimizer: bool = False,
+    beside: bool = False,
+    version: int | None = None,
 ) -> None:
     """Have the trainer write its weights as a checkpoint directory.
 
@@ -76,6 +80,9 @@ async def save_weights(
         tokenizer: directory whose tokenizer files go along.
         optimizer: also write optimizer state.
         reset_optimizer: forget optimizer state afterwards, and do not write it.
+        beside: return when the trainer may go on; its "written" is answered when the checkpoint is
+            on the disk.
+        version: which version they will be published as.
     """
     await trainer.request(
         "save",
@@ -84,6 +91,8 @@ async def save_weights(
             "tokenizer": str(tokenizer),
             "optimizer": optimizer,
             "reset_optimizer": reset_optimizer,
+            "beside": beside,
+            "version": version,
         },
         timeout_s=SAVE_TIMEOUT_S,
     )
