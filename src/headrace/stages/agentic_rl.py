@@ -115,6 +115,7 @@ async def run_agentic_rl(
             await publisher.publish(progress)
             await publisher.finish()
         best = await _measured_to_the_end(context, stage, beside)
+        await publisher.prune()
         if best is None:
             await save_weights(worker, target, tokenizer=source)
         else:

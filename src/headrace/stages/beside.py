@@ -71,8 +71,6 @@ class EvaluationBeside:
         self._measured = asyncio.Event()
         self._running: asyncio.Task[None] | None = None
         self._stop = early_stop(stage.stop, self.scores())
-        self.passed_over = 0
-        """Versions that were due and never measured."""
 
     def resume(self, recovery: Recovery) -> None:
         """Take up what a crashed process was to measure, as far as its weights are there."""
@@ -103,8 +101,11 @@ class EvaluationBeside:
     def pin(self, step: int, version: int, path: Path) -> None:
         """Have a published version measured. Part of the transaction that records it."""
         if len(self._pins) > 1:
-            self._pins.pop()
-            self.passed_over += 1
+            passed = self._pins.pop()
+            self._context.message(
+                f"stage {self._stage.name}: update {passed.step} is not measured, as measuring "
+                f"takes longer than {self._table.every} updates"
+            )
         self._pins.append(Pin(step, version, str(path)))
         self._save_pins()
         self._pinned.set()

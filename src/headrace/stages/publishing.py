@@ -212,12 +212,13 @@ class Publisher:
         await self._transport.update_engine(shared, path, version)
         progress.version = version
         self._source.published(version)
-        await asyncio.to_thread(self._prune, path, self._pinned())
+        await self.prune()
         return settled - settling
 
-    def _prune(self, newest: Path, pinned: set[Path]) -> None:
+    async def prune(self) -> None:
         """Delete published weights that nobody needs any more."""
+        pinned = self._pinned()
         folders = sorted((self._context.run_dir / "weights").glob(f"{self._stage.name}-v*"))
         for folder in folders[:-_KEPT_VERSIONS]:
-            if folder != newest and folder not in pinned:
-                shutil.rmtree(folder, ignore_errors=True)
+            if folder not in pinned:
+                await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
