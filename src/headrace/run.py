@@ -51,6 +51,8 @@ START = "start"
 """Label of the model before the first stage."""
 _MEASURED = "measured"
 _SECONDS = "seconds:run"
+_NOBODYS_VERSION = 0
+"""Stamp of the weights that an engine starts with; nothing is sampled before it has others."""
 
 
 def plan(recipe: Recipe) -> list[str]:
@@ -227,7 +229,7 @@ class _Run:
                         recipe,
                         cluster=self.cluster,
                         checkpoint=start,
-                        version=next_version(self.ledger),
+                        version=_NOBODYS_VERSION,
                         tasks=self.tasks,
                         ledger=self.ledger,
                         log_dir=self.dir / "logs",

@@ -23,6 +23,7 @@ class Rig:
         self.events: list[str] = []
         self.written = asyncio.Event()
         self.settled = asyncio.Event()
+        self.settling = asyncio.Event()
         self.failure: Exception | None = None
 
     async def request(self, method: str, payload: Any = None, *, timeout_s: float = 60.0) -> Any:
@@ -32,7 +33,7 @@ class Rig:
                 raise self.failure
         if method == "save":
             assert payload["beside"]
-            Path(payload["path"]).mkdir(parents=True)
+            (Path(payload["path"])).mkdir(parents=True)  # noqa: ASYNC240
         self.events.append(method)
         return "/shared" if method == "publish" else None
 
@@ -40,6 +41,7 @@ class Rig:
         self.events.append(f"{policy} {version} from {path}")
 
     async def settle(self) -> None:
+        self.settling.set()
         await self.settled.wait()
         self.events.append("settled")
 
@@ -95,8 +97,8 @@ async def test_modes_in_step_wait_for_all_of_it_and_count_the_wait_for_rollouts(
     with Ledger.create(tmp_path) as ledger:
         publisher = new_publisher(ledger, tmp_path, rig, mode="one_step_off")
         running = asyncio.create_task(publisher.publish(progress))
-        while "recorded 1 as 1" not in rig.events:
-            await asyncio.sleep(0)
+        await asyncio.wait_for(rig.settling.wait(), TIMEOUT)
+        assert rig.events[-1] == "recorded 1 as 1"
         assert not running.done()
         assert progress.version == 0
         rig.settled.set()

@@ -59,9 +59,23 @@ def training_folder(run_dir: Path, stage: StageTable) -> Path:
 
 def next_version(ledger: Ledger) -> int:
     """A weight version never used in this run, not even by a process that crashed."""
-    version = int(ledger.get_state(_VERSION, 0)) + 1
-    ledger.put_state(_VERSION, version)
+    version = upcoming_version(ledger)
+    take_version(ledger, version)
     return version
+
+
+def upcoming_version(ledger: Ledger) -> int:
+    """The number that `next_version` would give now.
+
+    For weights that no engine gets before the ledger knows them: a process that dies before that
+    must not have used it up, or everything in flight would look a publication older.
+    """
+    return int(ledger.get_state(_VERSION, 0)) + 1
+
+
+def take_version(ledger: Ledger, version: int) -> None:
+    """From now on `version` is used."""
+    ledger.put_state(_VERSION, version)
 
 
 async def save_weights(

@@ -21,7 +21,13 @@ from headrace.engine.types import PolicyEngine
 from headrace.errors import UserError
 from headrace.model.shared_folder import own_folder
 from headrace.recipe import AgenticRlStage
-from headrace.stages.context import SAVE_TIMEOUT_S, StageContext, next_version, save_weights
+from headrace.stages.context import (
+    SAVE_TIMEOUT_S,
+    StageContext,
+    save_weights,
+    take_version,
+    upcoming_version,
+)
 from headrace.stages.trainers import TrainerGroup
 from headrace.training.rl import Progress
 
@@ -161,7 +167,7 @@ class Publisher:
         """
         await self.finish()
         stage, step = self._stage, progress.step
-        version = next_version(self._context.ledger)
+        version = upcoming_version(self._context.ledger)
         path = self._context.run_dir / "weights" / f"{stage.name}-v{version:06d}"
         await save_weights(
             self._worker,
@@ -203,6 +209,7 @@ class Publisher:
         stage, ledger = self._stage.name, self._context.ledger
         await self._worker.request("written", timeout_s=SAVE_TIMEOUT_S)
         with ledger.transaction():
+            take_version(ledger, version)
             ledger.publish(stage, version, step, path)
             ledger.checkpointed(stage, step, path)
             self._recorded(step, version, path)
