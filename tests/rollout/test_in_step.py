@@ -3,7 +3,7 @@
 import asyncio
 
 import pytest
-from test_orchestrator import TIMEOUT, ScriptedTask, build, mix_of
+from test_orchestrator import TIMEOUT, ScriptedTask, build, mix_of, settle
 
 from headrace.rollout.ledger import Ledger
 from headrace.rollout.orchestrator import cursor_key
@@ -156,10 +156,7 @@ async def test_what_holds_a_source_back_is_timed_by_reason(ledger):
 
     _, source = build(ledger, ScriptedTask(), ready_batches=1)
     source.start()
-    while source._held() is not Hold.READY:
-        await asyncio.sleep(0)
-    for _ in range(3):
-        await asyncio.sleep(0)
+    await settle(source)
     held = source.take_window().held
     assert held[Hold.READY] > 0.0
     assert source.ready_groups >= 2
