@@ -216,3 +216,47 @@ def test_missing_and_broken_files(tmp_path):
     file.write_text("name = ")
     with pytest.raises(UserError, match="not valid TOML"):
         load_recipe(file)
+
+
+MEASURED = {"every": 4}
+
+
+def test_modes_in_step_have_their_own_staleness():
+    assert rl_stage(staleness=6).tau == 6
+    assert rl_stage(staleness=6, mode="one_step_off").tau == 1
+    assert rl_stage(staleness=6, mode="sync").tau == 0
+
+
+def test_a_stage_that_gives_the_best_keeps_it():
+    assert not rl_stage().keeps_best
+    assert not rl_stage(evaluation=MEASURED).keeps_best
+    assert rl_stage(evaluation={**MEASURED, "keep_best": True}).keeps_best
+    assert rl_stage(evaluation=MEASURED, result="best").keeps_best
+
+
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [
+        ({"mode": "sync", "publish_every": 2}, 'publish_every 2: mode "sync" publishes after'),
+        ({"result": "best"}, r"result looks at what is measured; add \[stages.evaluation\]"),
+        ({"stop": {"score": 0.5}}, "stop looks at what is measured"),
+        ({"stop": {"min_gain": 0.5}, "evaluation": MEASURED}, "gives no rule; give score"),
+        ({"evaluation": MEASURED, "publish_every": 3}, "every 4 is no multiple of publish_every 3"),
+        ({"evaluation": {**MEASURED, "cores": []}}, "names no core"),
+        ({"evaluation": {**MEASURED, "instances": 400}}, "instances 400 exceeds .* 300"),
+        ({"evaluation": {**MEASURED, "score": "terminl"}}, 'did you mean "terminal"'),
+        ({"evaluation": {**MEASURED, "instanses": 4}}, 'did you mean "instances"'),
+        ({"updates": None}, "give updates, seconds or both, or trained_tokens"),
+    ],
+)
+def test_mistakes_in_how_a_stage_goes_and_ends_are_named(keys, words):
+    with pytest.raises(UserError, match=words):
+        parse_recipe(with_rl(**keys), "t")
+
+
+def test_what_is_measured_beside_training_needs_held_out_instances_and_a_free_name():
+    rl = {**MINIMAL["stages"][0], "evaluation": MEASURED, "result": "best"}
+    with pytest.raises(UserError, match=r"evaluation needs \[evaluation\]"):
+        parse_recipe(with_change(stages=[rl], measure={"text_bytes": 0}), "t")
+    with pytest.raises(UserError, match='stage "rl-best" has the name under which'):
+        parse_recipe(with_change(stages=[rl, {**rl, "name": "rl-best"}]), "t")

@@ -17,7 +17,7 @@ from headrace.rollout.audit import audit
 from headrace.rollout.curriculum import choices_key, difficulty_key
 from headrace.rollout.difficulty import DifficultyState
 from headrace.rollout.ledger import Ledger
-from headrace.rollout.orchestrator import cursor_key
+from headrace.rollout.sharing import cursor_key
 from headrace.rollout.types import Outcome
 from headrace.sandbox import probe
 

@@ -113,10 +113,12 @@ async def open_policy(
     version: int,
     log_dir: Path,
     report: Callable[[str], None] | None = None,
+    name: str = "engine",
 ) -> AsyncIterator[PolicyEngine]:
     """The engine of the model that learns, started.
 
     Args:
+        name: of the engine in logs and stamps.
         report: told, in words for people, when a replica fails and when it is back.
 
     Raises:
@@ -130,6 +132,7 @@ async def open_policy(
         version=version,
         log_dir=log_dir,
         report=report,
+        name=name,
     )
     try:
         with _explained("engine", log_dir):
@@ -151,6 +154,7 @@ def new_policy(
     version: int,
     log_dir: Path,
     report: Callable[[str], None] | None = None,
+    name: str = "engine",
 ) -> ProcessEngine | SplitEngine | Router:
     """The same, not started. A router starts its replicas as soon as the event loop runs."""
 
@@ -191,13 +195,13 @@ def new_policy(
     if cores.prefill:
         return SplitEngine(
             of("prefill-0", cores.prefill, "prefill.log"),
-            of("engine-0", cores.engine, "engine.log"),
+            of(f"{name}-0", cores.engine, f"{name}.log"),
         )
     if cores.replicas == 1:
-        return of("engine-0", cores.engine, "engine.log")
+        return of(f"{name}-0", cores.engine, f"{name}.log")
 
-    async def start(name: str, owned: tuple[int, ...], path: str, stamp: int) -> EngineClient:
-        engine = of(name, owned, f"{name}.log", path, stamp, one_life=True)
+    async def start(one: str, owned: tuple[int, ...], path: str, stamp: int) -> EngineClient:
+        engine = of(one, owned, f"{one}.log", path, stamp, one_life=True)
         try:
             await engine.start()
         except BaseException:
@@ -207,10 +211,8 @@ def new_policy(
 
     router = Router(Weights(str(checkpoint), version), policy=HEALTH, report=report)
     for i, owned in enumerate(cores.shares()):
-        name = f"engine-{i}"
-        router.add(
-            name, lambda path, stamp, name=name, owned=owned: start(name, owned, path, stamp)
-        )
+        one = f"{name}-{i}"
+        router.add(one, lambda path, stamp, one=one, owned=owned: start(one, owned, path, stamp))
     return router
 
 

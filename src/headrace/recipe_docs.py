@@ -23,7 +23,9 @@ from headrace.recipe import (
     ObjectiveTable,
     RatiosTable,
     Recipe,
+    StageEvaluationTable,
     StageTable,
+    StopTable,
     SupervisedStage,
     Table,
     TaskRatio,
@@ -127,6 +129,8 @@ def _tables() -> list[tuple[str, type[Table]]]:
     sections.append(("[[stages.context]] of midtrain", ContextStep))
     sections.append(("[stages.tasks.NAME] of agentic_rl", TaskRatio))
     sections.append(("[stages.ratios] of agentic_rl", RatiosTable))
+    sections.append(("[stages.evaluation] of agentic_rl", StageEvaluationTable))
+    sections.append(("[stages.stop] of agentic_rl", StopTable))
     sections.append(("[stages.objective] of agentic_rl, every kind", ObjectiveTable))
     for table in tables_in(Objective):
         (kind,) = typing.get_args(table.model_fields["kind"].annotation)

@@ -25,7 +25,6 @@ from headrace.observe.machine import describe_machine
 from headrace.observe.metrics import MetricsWriter
 from headrace.observe.report import write_report
 from headrace.observe.sinks import open_sinks
-from headrace.observe.statistics import wilson
 from headrace.observe.summary import write_summary
 from headrace.recipe import (
     AgenticRlStage,
@@ -41,10 +40,10 @@ from headrace.rollout.evaluation import STAGE as EVALUATION_STAGE
 from headrace.rollout.evaluation import evaluate
 from headrace.rollout.ledger import Ledger
 from headrace.rollout.reading import ledger_file
-from headrace.rollout.records import Evaluation
 from headrace.stages import StageContext, run_stage
 from headrace.stages.checks import check_recipe
 from headrace.stages.context import next_version, training_folder
+from headrace.stages.evaluating import keep_evaluation
 from headrace.stages.held_out import held_out_instances, hold_out
 from headrace.stages.measuring import measure_model
 from headrace.stages.new_model import start_checkpoint
@@ -58,6 +57,8 @@ _MEASURED = "measured"
 _SECONDS = "seconds:run"
 _TRAINER_DEATHS = 3
 """A trainer is replaced so often without a new checkpoint in between."""
+_NOBODYS_VERSION = 0
+"""Stamp of the weights that an engine starts with; nothing is sampled before it has others."""
 
 
 def plan(recipe: Recipe) -> list[str]:
@@ -241,7 +242,7 @@ class _Run:
                         recipe,
                         cluster=self.cluster,
                         checkpoint=start,
-                        version=next_version(self.ledger),
+                        version=_NOBODYS_VERSION,
                         tasks=self.tasks,
                         ledger=self.ledger,
                         log_dir=self.dir / "logs",
@@ -274,6 +275,8 @@ class _Run:
         if total is None:
             if isinstance(stage, AgenticRlStage):
                 total, unit = stage.updates, "updates"
+                if total is None:
+                    total, unit = stage.trained_tokens, "tokens"
             else:
                 total, unit = stage.steps, "steps"
         self.view.stage_started(stage.name, stage.kind, total, unit)
@@ -290,6 +293,7 @@ class _Run:
             log=self._log,
             progress=self.view.progress,
             message=self.view.message,
+            evaluated=self._evaluated_beside,
         )
         with self._explained(f"stage {stage.name}: the trainer"):
             result = await self._work(context, stage, source, target)
@@ -412,24 +416,21 @@ class _Run:
             progress=self.view.progress,
             seed=self.recipe.seed,
         )
-        low, high = wilson(result["ok"], result["n"])
-        record = {"after": label, "low": low, "high": high, **result}
-        self.ledger.put_evaluation(
-            Evaluation(
-                label=label,
-                task=task,
-                stage=after,
-                n=result["n"],
-                success=result["success"],
-                low=low,
-                high=high,
-                detail=result,
-            )
-        )
-        self.evaluations.append(record)
+        record = keep_evaluation(self.ledger, label, after, result)
         self.metrics.log(title, 0, {"success": result["success"]})
-        self.view.evaluation(record)
         self.view.stage_finished()
+        self._evaluated(record)
+
+    def _evaluated_beside(self, record: dict[str, Any]) -> None:
+        """An RL stage measured its weights while it went on."""
+        stage = record["after"].partition("@")[0]
+        row = {"success": record["success"], "version": float(record["version"])}
+        self.metrics.log(f"evaluate {stage} {record['task']}", record["step"], row)
+        self._evaluated(record)
+
+    def _evaluated(self, record: dict[str, Any]) -> None:
+        self.evaluations.append(record)
+        self.view.evaluation(record)
         self._summarise("running")
 
     # -- record -----------------------------------------------------------------------------
@@ -500,6 +501,8 @@ def _budget(stage: Stage) -> list[str]:
         parts.append(f"{count} {unit}")
     if stage.seconds is not None:
         parts.append(f"{stage.seconds:g} s")
+    if isinstance(stage, AgenticRlStage) and stage.trained_tokens is not None:
+        parts.append(f"{stage.trained_tokens:,} trained tokens")
     return parts
 
 

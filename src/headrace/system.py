@@ -9,6 +9,8 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from headrace.cluster.local import LocalCluster, available_cores
 from headrace.cluster.types import Cluster
 from headrace.engine.types import PolicyEngine
@@ -132,45 +134,16 @@ async def open_system(
                 report=report,
             )
         )
-        gateway = Gateway(
+        yield await _serve(
+            stack,
+            recipe,
+            cores,
             engine,
+            models,
             renderer,
-            model=recipe.name,
-            models={name: (model.engine, model.renderer) for name, model in models.items()},
-            on_call=ledger.record_call,
-            on_close=engine.release if isinstance(engine, Router) else None,
-            request_timeout_s=recipe.rollout.timeout_s,
-            default_max_tokens=recipe.rollout.max_tokens,
-            max_running=most_requests(recipe),
-            **_gateway_options(recipe.gateway, renderer),
-        )
-        server = await GatewayServer.start(
-            gateway,
-            host=recipe.gateway.host,
-            port=recipe.gateway.port,
-            limits=ConnectionLimits(connections=most_requests(recipe)),
-        )
-        stack.push_async_callback(server.stop)
-        runner = RolloutRunner(
-            tasks=tasks,
-            gate=gateway,
-            ledger=ledger,
-            base_url=server.base_url,
-            model=recipe.name,
-            models=tuple(models),
-            limits=SessionLimits(**recipe.session.model_dump()),
-            max_tokens=recipe.rollout.max_tokens,
-            max_turns=recipe.rollout.max_turns,
-            timeout_s=recipe.rollout.timeout_s,
-        )
-        yield System(
             cluster=cluster,
-            cores=cores,
-            engine=engine,
-            models=models,
-            server=server,
-            runner=runner,
-            renderer=renderer,
+            tasks=tasks,
+            ledger=ledger,
         )
 
 
@@ -181,6 +154,120 @@ def most_requests(recipe: Recipe) -> int:
     if recipe.evaluation is not None:
         rollouts.append(recipe.evaluation.concurrency)
     return max(1024, 2 * max(rollouts, default=0))
+
+
+@contextlib.asynccontextmanager
+async def open_side_system(
+    recipe: Recipe,
+    system: System,
+    *,
+    cores: tuple[int, ...],
+    concurrency: int,
+    checkpoint: Path,
+    version: int,
+    tasks: Mapping[str, TaskService],
+    ledger: Ledger,
+    log_dir: Path,
+) -> AsyncIterator[System]:
+    """A second engine of the model that learns, with weights of its own, behind its own gateway.
+
+    Models beside it are those of `system`. Calls are recorded as the other's are.
+
+    Args:
+        recipe: sizes of the engine, and limits of rollouts.
+        system: runs already.
+        cores: of the engine.
+        concurrency: requests it decodes together.
+        checkpoint, version: its first weights and their stamp.
+        tasks: task services by name.
+        ledger: where calls go.
+        log_dir: of its log.
+
+    Raises:
+        UserError: the checkpoint cannot be used.
+    """
+    placed = msgspec.structs.replace(system.cores, engine=cores, prefill=(), replicas=1)
+    table = recipe.engine.model_copy(
+        update={"max_running": min(concurrency, recipe.engine.max_running), "cache_tokens": 0}
+    )
+    async with contextlib.AsyncExitStack() as stack:
+        engine = await stack.enter_async_context(
+            open_policy(
+                recipe.model_copy(update={"engine": table}),
+                placed,
+                cluster=system.cluster,
+                checkpoint=checkpoint,
+                version=version,
+                log_dir=log_dir,
+                name="evaluation",
+            )
+        )
+        yield await _serve(
+            stack,
+            recipe.model_copy(update={"gateway": recipe.gateway.model_copy(update={"port": 0})}),
+            placed,
+            engine,
+            system.models,
+            system.renderer,
+            cluster=system.cluster,
+            tasks=tasks,
+            ledger=ledger,
+        )
+
+
+async def _serve(
+    stack: contextlib.AsyncExitStack,
+    recipe: Recipe,
+    cores: Placement,
+    engine: PolicyEngine,
+    models: Mapping[str, NamedModel],
+    renderer: ChatRenderer,
+    *,
+    cluster: Cluster,
+    tasks: Mapping[str, TaskService],
+    ledger: Ledger,
+) -> System:
+    """A gateway in front of engines, until `stack` is left."""
+    gateway = Gateway(
+        engine,
+        renderer,
+        model=recipe.name,
+        models={name: (model.engine, model.renderer) for name, model in models.items()},
+        on_call=ledger.record_call,
+        on_close=engine.release if isinstance(engine, Router) else None,
+        request_timeout_s=recipe.rollout.timeout_s,
+        default_max_tokens=recipe.rollout.max_tokens,
+        max_running=most_requests(recipe),
+        **_gateway_options(recipe.gateway, renderer),
+    )
+    server = await GatewayServer.start(
+        gateway,
+        host=recipe.gateway.host,
+        port=recipe.gateway.port,
+        limits=ConnectionLimits(connections=most_requests(recipe)),
+    )
+    stack.push_async_callback(server.stop)
+    runner = RolloutRunner(
+        tasks=tasks,
+        gate=gateway,
+        ledger=ledger,
+        base_url=server.base_url,
+        model=recipe.name,
+        models=tuple(models),
+        limits=SessionLimits(**recipe.session.model_dump()),
+        max_tokens=recipe.rollout.max_tokens,
+        max_turns=recipe.rollout.max_turns,
+        timeout_s=recipe.rollout.timeout_s,
+    )
+    return System(
+        cluster=cluster,
+        cores=cores,
+        engine=engine,
+        models=models,
+        server=server,
+        runner=runner,
+        renderer=renderer,
+    )
 
 
 def _gateway_options(table: GatewayTable, renderer: ChatRenderer) -> dict[str, Any]:

@@ -3,11 +3,13 @@
 import asyncio
 import os
 import signal
+from concurrent.futures import Future
 
 import pytest
 
 from headrace.cluster.local import LocalCluster, available_cores
 from headrace.cluster.types import UNSENDABLE, WorkerDied, WorkerFailure, WorkerSpec
+from headrace.cluster.worker import serve
 
 
 class EchoWorker:
@@ -39,6 +41,27 @@ class EchoWorker:
                 os.kill(os.getpid(), signal.SIGKILL)
 
 
+class LateWorker:
+    """`serve` with answers that come later, from another thread."""
+
+    def __init__(self, connection) -> None:
+        self.connection = connection
+        self.late: Future[str] = Future()
+
+    def run(self) -> None:
+        serve(self.connection, self, {ValueError: "bad"})
+
+    def _do_late(self) -> Future[str]:
+        return self.late
+
+    def _do_end(self, how: str) -> None:
+        if how == "result":
+            self.late.set_result("late")
+        else:
+            self.late.set_exception({"bad": ValueError, "bug": TypeError}[how]("why"))
+        self.late = Future()
+
+
 @pytest.fixture
 async def cluster(monkeypatch):
     path = os.pathsep.join(filter(None, (os.path.dirname(__file__), os.environ.get("PYTHONPATH"))))
@@ -46,6 +69,25 @@ async def cluster(monkeypatch):
     local = LocalCluster()
     yield local
     await local.close()
+
+
+async def test_an_answer_may_come_later_than_those_after_it(cluster):
+    handle = await cluster.start(WorkerSpec("w", "test_local:LateWorker"))
+    for how in ("result", "bad", "bug"):
+        late = asyncio.create_task(handle.request("late"))
+        await asyncio.sleep(0)
+        if how != "bug":
+            await handle.request("end", {"how": how})
+        if how == "result":
+            assert await late == "late"
+        elif how == "bad":
+            with pytest.raises(WorkerFailure, match="bad: why"):
+                await late
+        else:
+            with pytest.raises(WorkerDied):
+                await handle.request("end", {"how": how})
+            with pytest.raises(WorkerDied):
+                await late
 
 
 async def test_requests_failures_and_many_open_at_once(cluster):

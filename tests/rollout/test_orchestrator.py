@@ -298,7 +298,7 @@ async def test_a_hanging_task_service_is_cut_off(ledger, monkeypatch):
 
 async def test_sync_mode_dispatches_one_batch_at_a_time(ledger):
     task = ScriptedTask()
-    _, source = build(ledger, task, synchronous=True)
+    _, source = build(ledger, task, mode="sync")
     source.start()
     for index in range(2):
         batch = await source.cut(1, TIMEOUT)
@@ -471,7 +471,7 @@ async def test_a_slow_task_takes_no_more_than_its_limit_and_others_take_the_room
 async def test_a_synchronous_batch_waits_for_a_full_task_instead_of_giving_its_place_away(ledger):
     tasks = {"slow": named("slow"), "fast": named("fast")}
     shares = {"slow": (1.0, 4), "fast": (1.0, None)}
-    source = source_of(ledger, tasks, shares, synchronous=True)
+    source = source_of(ledger, tasks, shares, mode="sync")
     source.config = msgspec.structs.replace(source.config, groups_per_batch=6)
     source.start()
     batch = await source.cut(1, TIMEOUT)

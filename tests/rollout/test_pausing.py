@@ -124,8 +124,8 @@ class Task:
 
 
 @pytest.mark.parametrize("how", ["rollout", "instance"])
-@pytest.mark.parametrize("synchronous", [False, True])
-async def test_a_broken_task_hurts_only_itself_and_comes_back(tmp_path, how, synchronous):
+@pytest.mark.parametrize("mode", ["async", "sync"])
+async def test_a_broken_task_hurts_only_itself_and_comes_back(tmp_path, how, mode):
     good, bad = Task("good"), Task("bad")
     with Ledger.create(tmp_path) as ledger:
         runner = RolloutRunner(
@@ -140,7 +140,7 @@ async def test_a_broken_task_hurts_only_itself_and_comes_back(tmp_path, how, syn
         pauses = TaskPauses(
             mix.ratios, failures=8, first_pause_s=0.01, longest_pause_s=0.02, report=words.append
         )
-        config = SourceConfig("rl", 4, 2, 16, 1, 1.0, 100, synchronous=synchronous)
+        config = SourceConfig("rl", 4, 2, 16, 1, 1.0, 100, mode=mode)
         source = RolloutSource(config, runner=runner, ledger=ledger, mix=mix, pauses=pauses)
         index = 0
 

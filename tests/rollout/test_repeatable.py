@@ -8,8 +8,9 @@ import pytest
 from headrace.rollout.ledger import Ledger
 from headrace.rollout.mixing import TaskMix, TaskShare
 from headrace.rollout.naming import first_name
-from headrace.rollout.orchestrator import RolloutSource, SourceConfig, cursor_key
+from headrace.rollout.orchestrator import RolloutSource, SourceConfig
 from headrace.rollout.runner import RolloutRunner
+from headrace.rollout.sharing import cursor_key
 from headrace.rollout.trained import trained_digest, trained_trajectories
 from headrace.rollout.types import Call, FinishReason, Outcome, ParseState, Span
 from headrace.tasks.types import Endpoint, RolloutResult, TaskInstance
@@ -84,7 +85,7 @@ async def live(ledger: Ledger, stop: int | None) -> None:
     task, gate = SeededTask(stop), SeededGate(ledger)
     share = TaskShare("toy", 1.0, lambda i: TaskInstance("toy", i // 3, "f", 1, 1))
     source = RolloutSource(
-        SourceConfig("rl", 4, 2, 8, 1, 1.0, 100, synchronous=True, seed=5),
+        SourceConfig("rl", 4, 2, 8, 1, 1.0, 100, mode="sync", seed=5),
         runner=RolloutRunner(tasks={"toy": task}, gate=gate, ledger=ledger, base_url="", model="m"),
         ledger=ledger,
         mix=TaskMix([share], state=ledger.get_state(cursor_key("rl"))),

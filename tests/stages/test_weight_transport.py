@@ -9,7 +9,7 @@ import pytest
 from headrace.cluster.types import WorkerDied, WorkerFailure
 from headrace.errors import UserError
 from headrace.model import shared_folder
-from headrace.stages.agentic_rl import _open_transport
+from headrace.stages.publishing import open_transport
 
 
 class Trainer:
@@ -34,7 +34,10 @@ class Engine:
         self.refused = refused
         self.loaded: list[tuple[str, int, str | None]] = []
 
-    async def load_weights(self, path: str, version: int, *, checkpoint: str | None = None) -> None:
+    async def load_weights(
+        self, path: str, version: int, policy: str, *, checkpoint: str | None = None
+    ) -> None:
+        assert policy == "continue"
         if version in self.refused and path.endswith(".weights"):
             raise UserError("does not match its checksum")
         self.loaded.append((path, version, checkpoint))
@@ -62,9 +65,10 @@ async def updates(
         run_dir=tmp_path / "run", message=told.append, recipe=SimpleNamespace(engine=table)
     )
     stand_ins: Any = (engine, trainer)
-    async with _open_transport(context, *stand_ins) as transport:
+    async with open_transport(context, *stand_ins) as transport:
         for version in (1, 2, 3):
-            await transport.update_engine(Path(f"disk{version}"), version)
+            shared = await transport.share(version)
+            await transport.update_engine(shared, Path(f"disk{version}"), version)
     return told
 
 

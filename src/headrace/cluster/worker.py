@@ -7,6 +7,7 @@ worker can look for news between two steps without blocking.
 
 import contextlib
 import ctypes
+import functools
 import importlib
 import os
 import queue
@@ -16,7 +17,9 @@ import struct
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from typing import Any
 
 import msgspec
@@ -110,7 +113,7 @@ def serve(
     Args:
         connection: where they come from.
         worker: request `x` with a payload calls its `_do_x(**payload)`; the reply is what that
-            returns.
+            returns. A future is answered when it is done; others are served meanwhile.
         failures: exceptions that are answered with this code and their message; any other ends
             the process, which the parent reports.
         on_done: told each answered method and its seconds, before the reply.
@@ -133,7 +136,29 @@ def serve(
             connection.fail(request.id, code, str(error))
             continue
         on_done(request.method, time.perf_counter() - started)
-        connection.reply(request.id, result)
+        if isinstance(result, Future):
+            result.add_done_callback(functools.partial(_reply, connection, request.id, failures))
+        else:
+            connection.reply(request.id, result)
+
+
+def _reply(
+    connection: WorkerConnection,
+    request_id: int,
+    failures: Mapping[type[Exception], str],
+    done: Future[Any],
+) -> None:
+    """Answer with what a future came to, in whatever thread it was done."""
+    error = done.exception()
+    if error is None:
+        connection.reply(request_id, done.result())
+        return
+    for kind, code in failures.items():
+        if isinstance(error, kind):
+            connection.fail(request_id, code, str(error))
+            return
+    traceback.print_exception(error)
+    os._exit(1)  # as an exception of the serving thread would end the process
 
 
 def _die_with_parent() -> None:

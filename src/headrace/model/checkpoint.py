@@ -149,14 +149,18 @@ def save_checkpoint(
     Raises:
         UserError: the directory cannot be written, or `tokenizer_from` has no tokenizer.
     """
-    path = Path(path)
-    config = {**model.config.to_hf(), "dtype": _name(dtype or model.embed.weight.dtype)}
-    with checkpoint_directory(path) as draft:
+    config = checkpoint_config(model, dtype)
+    with checkpoint_directory(Path(path)) as draft:
         if tokenizer_from is not None:
             copy_tokenizer(Path(tokenizer_from), draft)
         write_weights(
             model.hf_tensors(), config, draft, dtype=dtype, max_shard_bytes=max_shard_bytes
         )
+
+
+def checkpoint_config(model: Decoder, dtype: torch.dtype | None = None) -> dict[str, Any]:
+    """Contents of the config.json of a model's checkpoint, stored as `dtype` or as it is."""
+    return {**model.config.to_hf(), "dtype": _name(dtype or model.embed.weight.dtype)}
 
 
 @contextmanager

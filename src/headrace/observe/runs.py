@@ -152,7 +152,11 @@ class Run:
         listed = [dict(stage) for stage in self.recipe.get("stages") or []]
         if not listed:
             # Measurements log rows, too, all at step 0.
-            logged = dict.fromkeys(row.stage for row in self.rows if row.step > 0)
+            logged = dict.fromkeys(
+                row.stage
+                for row in self.rows
+                if row.step > 0 and not row.stage.startswith("evaluate ")
+            )
             names = list(walls) or list(logged)
             listed = [{"name": name, "kind": self._guess_kind(str(name))} for name in names]
         previous = "start"
@@ -191,11 +195,19 @@ class Run:
         return found
 
     def measured_at(self) -> dict[str, float]:
-        """When the model after each stage existed, in seconds since the run started, by stage.
+        """When each measured model came to be, in seconds since the run started, by label.
 
-        Evaluations are drawn there: when their stage ended, "start" at 0.
+        Evaluations are drawn there: when their stage ended, "start" at 0, "rl@20" when stage rl
+        had made 20 updates.
         """
-        return {"start": 0.0} | {span.stage: span.end for span in self.spans()}
+        found = {"start": 0.0} | {span.stage: span.end for span in self.spans()}
+        for label in {stage_of(record) for record in self.evaluations} - found.keys():
+            stage, _, step = label.partition("@")
+            rows = self.rows_of(stage) if step.isdigit() else []
+            at = next((row.elapsed for row in rows if row.step >= int(step)), None)
+            if at is not None:
+                found[label] = at
+        return found
 
     def label(self, evaluation: Mapping[str, Any]) -> str:
         """What an evaluation measured, in words; with its task where there are several."""

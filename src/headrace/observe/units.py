@@ -123,7 +123,11 @@ def several_tasks(evaluations: Iterable[Mapping[str, Any]]) -> bool:
 
 
 def after_words(stage: str) -> str:
-    """ "after pretrain", "before training" for the model before the first stage."""
+    """ "after pretrain", "before training" for the model before the first stage, "rl at update 20"
+    for one in the middle of a stage."""
+    name, middle, step = stage.partition("@")
+    if middle:
+        return f"{name} at update {step}"
     return "before training" if stage == "start" else f"after {stage}"
 
 

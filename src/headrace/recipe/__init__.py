@@ -6,6 +6,7 @@ touches neither models nor processes.
 """
 
 from headrace.recipe.curriculum import CurriculumTable, DynamicTable
+from headrace.recipe.ending import StageEvaluationTable, StopTable
 from headrace.recipe.loading import (
     apply_override,
     find_recipe,
@@ -81,7 +82,9 @@ __all__ = [
     "SessionTable",
     "SftStage",
     "Stage",
+    "StageEvaluationTable",
     "StageTable",
+    "StopTable",
     "SupervisedStage",
     "Table",
     "TaskRatio",

@@ -4,7 +4,7 @@ from typing import Annotated, Any, Self
 
 from pydantic import Field, model_validator
 
-from headrace.recipe.stages import LanguageStage, MidtrainStage, SftStage, Stage
+from headrace.recipe.stages import AgenticRlStage, LanguageStage, MidtrainStage, SftStage, Stage
 from headrace.recipe.suggestions import suggest
 from headrace.recipe.tables import (
     ClusterTable,
@@ -91,6 +91,7 @@ class Recipe(Table):
                 )
             seen.add(stage.name)
         self._check_data()
+        self._check_measured_beside()
         if self.name in self.models:
             raise ValueError(
                 f'models "{self.name}" has the name of the recipe, by which clients know the model '
@@ -103,6 +104,32 @@ class Recipe(Table):
                 f"model.init.max_positions {init.max_positions}"
             )
         return self
+
+    def _check_measured_beside(self) -> None:
+        """Raises ValueError when an RL stage measures what [evaluation] does not have."""
+        for stage in self.stages:
+            if not isinstance(stage, AgenticRlStage) or stage.evaluation is None:
+                continue
+            table = stage.evaluation
+            if stage.keeps_best and f"{stage.name}-best" in {s.name for s in self.stages}:
+                raise ValueError(
+                    f'stage "{stage.name}-best" has the name under which the best weights of stage '
+                    f'"{stage.name}" are kept; choose another'
+                )
+            place = f'stage "{stage.name}": evaluation'
+            held_out = self.evaluation
+            if held_out is None:
+                raise ValueError(f"{place} needs [evaluation], whose instances it measures")
+            if table.instances is not None and table.instances > held_out.instances:
+                raise ValueError(
+                    f"{place}.instances {table.instances} exceeds evaluation.instances "
+                    f"{held_out.instances}, which alone are kept from training"
+                )
+            if table.score != "mean" and table.score not in held_out.task_names:
+                raise ValueError(
+                    f'{place}.score "{table.score}" is neither "mean" nor a task of [evaluation]'
+                    f"{suggest(table.score, ['mean', *held_out.task_names])}"
+                )
 
     def _check_data(self) -> None:
         """Raises ValueError when something names a corpus that is not there."""

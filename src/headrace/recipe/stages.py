@@ -5,6 +5,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, model_validator
 
 from headrace.recipe.curriculum import CurriculumTable, DynamicTable
+from headrace.recipe.ending import StageEvaluationTable, StopTable
 from headrace.recipe.objectives import DistillationObjective, DoubleSidedObjective, Objective
 from headrace.recipe.sharing import RatiosTable, TaskRatio, check_ratios
 from headrace.recipe.suggestions import suggest
@@ -214,22 +215,34 @@ class AgenticRlStage(StageTable):
     reasoning = 0.5 }; a table instead of a number says more: [stages.tasks.NAME]."""
     ratios: RatiosTable = RatiosTable()
     """Whether the ratios move as the stage goes on: [stages.ratios]."""
-    mode: Literal["async", "sync"] = "async"
-    """"async": generation never waits for training; "sync": generate a batch, train, publish."""
+    mode: Literal["async", "one_step_off", "sync"] = "async"
+    """"async": generation never waits for training; "one_step_off": one batch is generated while
+    the one before trains, with the weights before that update; "sync": generate a batch, train,
+    publish. docs/loop.md shows them."""
     updates: Positive | None = None
-    """Optimizer updates; the stage ends at `updates` or `seconds`, whichever comes first."""
+    """Optimizer updates; the stage ends at `updates`, `seconds` or `trained_tokens`, whichever
+    comes first."""
+    trained_tokens: Positive | None = None
+    """Sampled tokens that have trained, each counted once; prompts and tool output do not count."""
     group_size: Positive = 8
     """Rollouts per instance; they share a baseline. 1 for distillation, which has none."""
     groups_per_batch: Positive = 8
     """Groups with signal per optimizer update."""
     concurrency: Positive = 64
     """Rollouts in flight."""
+    ready_batches: Positive = 2
+    """Batches of finished groups that wait for the trainer at most; more are not begun."""
     publish_every: Positive = 1
-    """K: updates between weight publications."""
+    """K: updates between weight publications; 1 unless mode is "async"."""
+    partial_rollouts: Literal["continue", "restart", "wait"] = "continue"
+    """What becomes of rollouts that new weights meet half done: "continue" goes on with the new
+    weights, every token keeps its own version; "restart" samples the call in progress anew;
+    "wait" begins no rollouts and publishes when none is left, so that each has one version."""
     reset_optimizer: bool = True
     """Start optimizer state afresh after each publication (paper section 4.1.1)."""
     staleness: Annotated[int, Field(ge=0)] = 4
-    """tau: a trajectory is dropped when its oldest version lags more than this at the batch cut."""
+    """tau: a trajectory is dropped when its oldest version lags more than this at the batch cut.
+    For mode "async"; "one_step_off" has 1 and "sync" 0."""
     objective: Objective = DoubleSidedObjective()
     """What an update minimises: [stages.objective]."""
     curriculum: CurriculumTable = CurriculumTable(sampling="uniform")
@@ -260,11 +273,42 @@ class AgenticRlStage(StageTable):
     """Seconds without one rollout whose environment worked, all tasks having failed many times in a
     row and being paused, after which the stage ends with an error. A task that fails so rests while
     the others go on, and is tried again."""
+    evaluation: StageEvaluationTable | None = None
+    """Measure held-out success beside training: [stages.evaluation]."""
+    stop: StopTable | None = None
+    """End early by what is measured: [stages.stop]."""
+    result: Literal["last", "best"] = "last"
+    """Weights that the stage hands on: the last ones, or those with the best score measured."""
 
     @model_validator(mode="after")
     def _budget(self) -> Self:
-        if self.updates is None and self.seconds is None:
-            raise ValueError("give updates, seconds or both")
+        if self.updates is None and self.seconds is None and self.trained_tokens is None:
+            raise ValueError("give updates, seconds or both, or trained_tokens")
+        return self
+
+    @model_validator(mode="after")
+    def _publishes(self) -> Self:
+        if self.mode != "async" and self.publish_every > 1:
+            raise ValueError(
+                f'publish_every {self.publish_every}: mode "{self.mode}" publishes after every '
+                'update; leave it out, or use mode "async"'
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _measured(self) -> Self:
+        table = self.evaluation
+        if table is None:
+            for key, wanted in (("stop", self.stop is not None), ("result", self.result == "best")):
+                if wanted:
+                    raise ValueError(
+                        f"{key} looks at what is measured; add [stages.evaluation] with every"
+                    )
+        elif table.every % self.publish_every:
+            raise ValueError(
+                f"evaluation.every {table.every} is no multiple of publish_every "
+                f"{self.publish_every}; only published weights are measured"
+            )
         return self
 
     @model_validator(mode="after")
@@ -327,6 +371,16 @@ class AgenticRlStage(StageTable):
                         f"{suggest(task, sorted(tasks))}"
                     )
         return self
+
+    @property
+    def tau(self) -> int:
+        """`staleness`, as the mode has it."""
+        return {"sync": 0, "one_step_off": 1}.get(self.mode, self.staleness)
+
+    @property
+    def keeps_best(self) -> bool:
+        """Whether the best weights have to be there at the end."""
+        return self.evaluation is not None and (self.evaluation.keep_best or self.result == "best")
 
     @property
     def divides_by_std(self) -> bool:

@@ -3,13 +3,16 @@
 Producer and consumer meet here: rollouts are dispatched group by group as long as there is room,
 never waiting for a batch; `cut` hands out a batch as soon as enough finished groups carry signal.
 All decisions go to the ledger first. How a batch is made of groups is `cutting`'s business.
+
+Modes other than "async" go in step with the trainer: groups for one batch are let in at a time,
+for "sync" when that batch is asked for, for "one_step_off" when the one before is handed out.
 """
 
 import asyncio
 import contextlib
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -27,8 +30,11 @@ from headrace.rollout.records import TRAIN, Recovery, WaitingGroup
 from headrace.rollout.runner import FinishedRollout, RolloutRunner, Ticket
 from headrace.rollout.sharing import TaskSharing
 from headrace.rollout.types import DropReason, Outcome, Session
-from headrace.rollout.window import Window
+from headrace.rollout.window import Hold, HoldTimer, Window
 from headrace.tasks.types import TaskInstance, TaskUnavailable
+
+SETTLE_TIMEOUT_S = 3600.0
+"""Longest wait for rollouts in flight to end; they have deadlines of their own."""
 
 
 class SourceConfig(msgspec.Struct, frozen=True):
@@ -45,11 +51,13 @@ class SourceConfig(msgspec.Struct, frozen=True):
     advantage_std: bool = False
     judged: bool = False
     """A teacher judges every token: rewards play no part, and every valid rollout trains."""
-    synchronous: bool = False
+    mode: Literal["async", "one_step_off", "sync"] = "async"
     seed: int = 0
     """The recipe's; with a rollout's place it decides what the rollout samples."""
     ready_batches: int = 2
     """Finished groups waiting for the trainer are bounded by this many batches."""
+    whole_versions: bool = False
+    """New weights wait for the rollouts in flight, so that each has one version."""
     dynamic: OvergenerationConfig = OvergenerationConfig()
 
 
@@ -80,12 +88,13 @@ class RolloutSource:
         self._runner = runner
         self._ledger = ledger
         self.pauses = pauses or TaskPauses(mix.ratios)
+        self._in_step = config.mode != "async"
         self.sharing = TaskSharing(
             config.stage,
             mix,
             group_size=config.group_size,
-            # A synchronous batch has so many groups; nobody may take the place of another.
-            in_turn=config.synchronous,
+            # A batch in step has so many groups; nobody may take the place of another.
+            in_turn=self._in_step,
             ratios=ratios,
         )
         self._open: dict[str, tuple[int, dict[str, Session]]] = {}
@@ -104,7 +113,12 @@ class RolloutSource:
         self._ready_changed = asyncio.Event()
         self._error: BaseException | None = None
         self._producer: asyncio.Task[None] | None = None
-        self._credit = 0  # groups a synchronous stage may still dispatch for the coming batch
+        self._credit = 0  # groups that a mode in step may still dispatch for the coming batch
+        self._granted = False  # whether that batch had its credit
+        self._newest = 0
+        self._publishing = False
+        self._drawing = False  # whether a group is about to be dispatched
+        self._hold = HoldTimer()
         self._redispatch: deque[tuple[str, TaskInstance, list[tuple[int, str]]]] = deque()
 
     # -- life -------------------------------------------------------------------------------
@@ -170,50 +184,101 @@ class RolloutSource:
     def take_window(self) -> Window:
         """Counts since the last call."""
         window, self.window = self.window, Window()
+        window.held = self._hold.take()
         return window
 
     # -- producing --------------------------------------------------------------------------
 
-    def _room(self) -> bool:
-        """Whether another group may be dispatched."""
+    def _held(self) -> Hold | None:
+        """Why no further group may be dispatched now, if so."""
         config = self.config
-        if config.synchronous:
-            return self._credit > 0
+        if self._publishing:
+            return Hold.PUBLICATION
+        if self._in_step and self._credit <= 0:
+            return Hold.BATCH
         if self._rollouts and len(self._rollouts) + config.group_size > config.concurrency:
-            return False
-        return len(self._ready) < config.ready_batches * config.groups_per_batch
-
-    def _due(self) -> str | None:
-        """The task of the next group; None while none can take one."""
-        return self.sharing.next_task(self.pauses.resting)
+            return Hold.CONCURRENCY
+        if not self._in_step and len(self._ready) >= config.ready_batches * config.groups_per_batch:
+            return Hold.READY
+        return None
 
     async def _produce(self) -> None:
         while True:
-            while self._redispatch:
+            while self._redispatch and not self._publishing:
                 self._dispatch(*self._redispatch.popleft())
-            while self._room() and (due := self._due()) is not None:
-                group_id = f"{self.config.stage}-{self.sharing.mix.groups:06d}"
-                try:
-                    instance = await self.sharing.mix.next(due)
-                except TaskUnavailable as error:
-                    self.pauses.unavailable(due, str(error))
-                    self._wake()
-                    continue
-                self.pauses.dispatched(due)
-                self._credit -= 1
-                self.window.of(instance.task).dispatched += 1
-                self._open[group_id] = (self.config.group_size, {})
-                members = range(self.config.group_size)
-                names = [(member, session_name(group_id, member)) for member in members]
-                self._dispatch(group_id, instance, names)
+            while (held := self._held()) is None:
+                due = self.sharing.next_task(self.pauses.resting)
+                if due is None:
+                    held = Hold.TASKS
+                    break
+                self._hold.switch(None)
+                await self._begin_group(due)
                 # Give the rollouts of one group a head start over building the next.
                 await asyncio.sleep(0)
+            self._hold.switch(held)
             self._room_changed.clear()
-            # A task that rests may be tried again when its pause ends. Not `wait_for`, which may
-            # swallow the cancellation that ends this.
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(self.pauses.next_try_s if self._room() else None):
-                    await self._room_changed.wait()
+            # A task that rests may be tried again when its pause ends.
+            await _changed(
+                self._room_changed, self.pauses.next_try_s if held is Hold.TASKS else None
+            )
+
+    async def _begin_group(self, task: str) -> None:
+        """Dispatch a group of a task, unless its service cannot be asked now."""
+        group_id = f"{self.config.stage}-{self.sharing.mix.groups:06d}"
+        self._drawing = True
+        try:
+            instance = await self.sharing.mix.next(task)
+        except TaskUnavailable as error:
+            self.pauses.unavailable(task, str(error))
+            self._wake()
+            return
+        finally:
+            self._drawing = False
+        self.pauses.dispatched(task)
+        self._credit -= 1
+        self.window.of(task).dispatched += 1
+        self._open[group_id] = (self.config.group_size, {})
+        members = range(self.config.group_size)
+        names = [(member, session_name(group_id, member)) for member in members]
+        self._dispatch(group_id, instance, names)
+
+    def _grant(self) -> None:
+        """Let in as many groups as the coming batch lacks: all of them, or, after a crash, those
+        that had not been dispatched."""
+        size = self.config.groups_per_batch
+        begun = self._open or self._ready
+        self._credit = -self.sharing.mix.groups % size or (0 if begun else size)
+        self._granted = True
+        self._wake()
+
+    async def settle(self) -> None:
+        """Wait until new weights may come: nothing is generated that must not see them.
+
+        Nothing new begins until `published`, and nobody waits if the mode does not care.
+
+        Raises:
+            TimeoutError: a rollout does not end.
+        """
+        if not self._in_step and not self.config.whole_versions:
+            return
+        self._publishing = not self._in_step  # a batch in step is generated to its end first
+        async with asyncio.timeout(SETTLE_TIMEOUT_S):
+            while self._drawing or self._rollouts or (self._in_step and self._owing()):
+                ended = self._producer is None or self._producer.done()
+                if self._error is not None or ended or self.pauses.verdict is not None:
+                    return  # `cut` says what is wrong
+                self._ready_changed.clear()
+                await _changed(self._ready_changed, self.pauses.patience_s)
+
+    def _owing(self) -> bool:
+        """Whether groups of the coming batch are still to be dispatched."""
+        return self._credit > 0 or bool(self._redispatch)
+
+    def published(self, version: int) -> None:
+        """The engines have new weights; batches are cut at this version from here on."""
+        self._newest = max(self._newest, version)
+        self._publishing = False
+        self._wake()
 
     def _dispatch(
         self, group_id: str, instance: TaskInstance, names: list[tuple[int, str]]
@@ -349,18 +414,21 @@ class RolloutSource:
     # -- cutting ----------------------------------------------------------------------------
 
     async def cut(self, version: int, timeout_s: float) -> TrainingBatch | None:
-        """The next batch, cut at `version`; None when `timeout_s` passes first.
+        """The next batch, cut at `version` or the newest published; None after `timeout_s`.
 
         Raises:
             UserError: no task's environment works any more.
         """
         if self._ready.replaying:
-            return self._ready.replayed()
+            batch = self._ready.replayed()
+            if self.config.mode == "one_step_off":
+                self._grant()
+            return batch
         deadline = asyncio.get_running_loop().time() + timeout_s
-        if self.config.synchronous:
-            self._credit = self._round_left()
-            self._wake()
+        if self._in_step and not self._granted:
+            self._grant()
         while True:
+            version = max(version, self._newest)
             self._drop_stale(version)
             if self._enough():
                 return self._cut(version)
@@ -379,10 +447,7 @@ class RolloutSource:
             if (patience_s := self.pauses.patience_s) is not None:
                 remaining = min(remaining, patience_s)
             self._ready_changed.clear()
-            # Not wait_for: before Python 3.12 it loses a cancellation that comes with the event.
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(remaining):
-                    await self._ready_changed.wait()
+            await _changed(self._ready_changed, remaining)
 
     def _drop_stale(self, version: int) -> None:
         stale = self._ready.drop_stale(version)
@@ -394,29 +459,21 @@ class RolloutSource:
         self.sharing.lost(stale.groups)
         self._room_changed.set()
 
-    def _round_left(self) -> int:
-        """Groups that the next synchronous batch still lacks: all of them, or, after a crash, those
-        that had not been dispatched."""
-        size = self.config.groups_per_batch
-        begun = self._open or self._ready
-        return -self.sharing.mix.groups % size or (0 if begun else size)
-
     def _wake(self) -> None:
         """Something finished or was taken: producer and consumer look again."""
         self._room_changed.set()
         self._ready_changed.set()
 
     def _enough(self) -> bool:
-        if not self.config.synchronous:
+        if not self._in_step:
             wanted = 1 if self._generated.shrunk else self.config.groups_per_batch
             return len(self._ready) >= wanted
-        if self._credit > 0 or self._rollouts or self._open:
+        if self._credit > 0 or self._open or self._rollouts:
             return False
         if self._ready:
             return True
-        # Nobody had signal: a synchronous batch of nothing is no batch; try other instances.
-        self._credit = self.config.groups_per_batch
-        self._wake()
+        # Nobody had signal: a batch of nothing is no batch; try other instances.
+        self._grant()
         return False
 
     def _cut(self, version: int) -> TrainingBatch:
@@ -429,12 +486,25 @@ class RolloutSource:
         self.window.small_batches += shrunk
         with self._ledger.transaction():
             batch = self._ready.cut(
-                version, ready if config.synchronous else min(ready, config.groups_per_batch)
+                version, ready if self._in_step else min(ready, config.groups_per_batch)
             )
             self.sharing.trained(batch.tasks)
             self._save()
         self._generated.cut()
         for task, groups in batch.tasks.items():
             self.window.of(task).trained += groups
+        self._granted = False
+        if config.mode == "one_step_off":
+            self._grant()
         self._wake()
         return batch
+
+
+async def _changed(event: asyncio.Event, timeout_s: float | None) -> None:
+    """Wait for an event, no longer than so many seconds; None waits for it alone.
+
+    Not `wait_for`: before Python 3.12 that loses a cancellation which comes with the event.
+    """
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(timeout_s):
+            await event.wait()

@@ -3,7 +3,10 @@
 Numbers only; who logs them and how often is not known here.
 """
 
+import time
 from collections import deque
+from collections.abc import Callable
+from enum import StrEnum
 
 import msgspec
 
@@ -11,6 +14,48 @@ from headrace.rollout.types import Outcome, Session
 
 _MOST_TIMES = 4096
 """Wall clocks kept of one task between two looks, the newest."""
+
+
+class Hold(StrEnum):
+    """Why a source dispatches nothing although it could."""
+
+    CONCURRENCY = "concurrency"
+    """As many rollouts as may be are in flight."""
+    READY = "ready"
+    """As many finished groups as may be wait for the trainer."""
+    BATCH = "batch"
+    """The groups of the coming batch are dispatched, and the mode goes no further ahead."""
+    TASKS = "tasks"
+    """Every task is at its limit, or rests because its environment fails."""
+    PUBLICATION = "publication"
+    """Rollouts in flight have to end before new weights come."""
+
+
+class HoldTimer:
+    """Adds up how long a source was held back, by reason; seconds.
+
+    Args:
+        clock: seconds, never going back.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._reason: Hold | None = None
+        self._since = clock()
+        self._held: dict[Hold, float] = {}
+
+    def switch(self, reason: Hold | None) -> None:
+        """From now on it is held for `reason`; None: it is not."""
+        now = self._clock()
+        if self._reason is not None:
+            self._held[self._reason] = self._held.get(self._reason, 0.0) + now - self._since
+        self._reason, self._since = reason, now
+
+    def take(self) -> dict[Hold, float]:
+        """What was added up since the last call."""
+        self.switch(self._reason)
+        held, self._held = self._held, {}
+        return held
 
 
 class TaskCounts(msgspec.Struct):
@@ -57,6 +102,8 @@ class Window(msgspec.Struct):
     dropped_stale: int = 0
     small_batches: int = 0
     """Batches with fewer groups than they should have, as others would have cost too much."""
+    held: dict[Hold, float] = msgspec.field(default_factory=dict)
+    """Seconds for which nothing was dispatched, by reason."""
     tasks: dict[str, TaskCounts] = msgspec.field(default_factory=dict)
 
     def of(self, task: str) -> TaskCounts:

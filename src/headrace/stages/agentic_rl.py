@@ -3,19 +3,12 @@
 What must survive a crash is in the ledger before it is acted upon.
 """
 
+import asyncio
 import contextlib
-import hashlib
-import os
-import shutil
-import time
-from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from headrace.cluster.types import WorkerFailure
-from headrace.engine.types import PolicyEngine
-from headrace.errors import UserError
-from headrace.model.shared_folder import own_folder
+from headrace.engine.config import UpdatePolicy
 from headrace.recipe import AgenticRlStage, DistillationObjective, share_limits
 from headrace.rollout.curriculum import Curriculum, CurriculumConfig, choices_key, difficulty_key
 from headrace.rollout.mixing import TaskMix, TaskShare
@@ -23,8 +16,9 @@ from headrace.rollout.orchestrator import RolloutSource, SourceConfig
 from headrace.rollout.overgeneration import OvergenerationConfig
 from headrace.rollout.pausing import TaskPauses
 from headrace.rollout.ratios import AdaptiveRatios, RatioRule, TaskBounds
+from headrace.rollout.records import Recovery
 from headrace.rollout.sharing import cursor_key, ratios_key
-from headrace.rollout.window import Window
+from headrace.stages.beside import EvaluationBeside, copy_checkpoint
 from headrace.stages.context import (
     SAVE_TIMEOUT_S,
     StageContext,
@@ -33,14 +27,20 @@ from headrace.stages.context import (
     save_weights,
 )
 from headrace.stages.held_out import hold_out
-from headrace.stages.task_metrics import task_metrics
-from headrace.stages.trainers import TrainerGroup, open_trainer
+from headrace.stages.publishing import Publisher, open_transport
+from headrace.stages.rl_observer import RlObserver, seconds_key
+from headrace.stages.trainers import open_trainer
+from headrace.system import System, open_side_system
 from headrace.tasks.types import TaskService
 from headrace.training import rl
 
-_KEPT_VERSIONS = 2
 _INSTANCES_PER_SEED = 1_000_003
 """Training instances are disjoint between recipe seeds as long as a stage uses fewer than this."""
+_POLICIES: dict[str, UpdatePolicy] = {
+    "continue": "continue",
+    "restart": "requeue",
+    "wait": "continue",  # nothing runs then
+}
 
 
 async def run_agentic_rl(
@@ -51,6 +51,87 @@ async def run_agentic_rl(
     assert system is not None  # whoever runs this stage opened it
     recovery = ledger.recover(stage.name, usable=lambda p: Path(p).is_dir())
     begin = Path(recovery.checkpoint) if recovery.checkpoint else source
+    rollouts = await _open_source(context, stage, system)
+    rollouts.resume(recovery)
+    beside = _evaluation_beside(context, stage, system)
+    async with (
+        open_trainer(context.cluster, stage.name, system.cores.trainer, context.run_dir) as worker,
+        open_transport(
+            context, system.engine, worker, _POLICIES[stage.partial_rollouts]
+        ) as transport,
+        contextlib.AsyncExitStack() as stack,
+    ):
+        await worker.request(
+            "load",
+            load_request(stage, begin, reference=source, run_dir=context.run_dir),
+            timeout_s=SAVE_TIMEOUT_S,
+        )
+        progress = _progress(context, stage, recovery, begin)
+        await system.engine.load_weights(str(begin), progress.version)
+
+        def recorded(step: int, version: int, path: Path) -> None:
+            if beside is not None and beside.due(step):
+                beside.pin(step, version, path)
+
+        publisher = Publisher(
+            context,
+            stage,
+            worker=worker,
+            transport=transport,
+            source=rollouts,
+            tokenizer=source,
+            recorded=recorded,
+            pinned=beside.pinned if beside is not None else set,
+        )
+        observer = RlObserver(
+            context,
+            stage,
+            source=rollouts,
+            worker=worker,
+            engine=system.engine,
+            progress=progress,
+        )
+
+        def stop() -> str | None:
+            publisher.check()
+            return beside.stop() if beside is not None else None
+
+        if beside is not None:
+            beside.resume(recovery)
+            beside.start()
+            stack.push_async_callback(beside.close)
+        stack.push_async_callback(publisher.close)
+        rollouts.start()
+        try:
+            await rl.train(
+                stage,
+                source=rollouts,
+                trainer=worker,
+                publish=publisher.publish,
+                committed=lambda index, step: ledger.commit_batch(stage.name, index, step),
+                report=observer.report,
+                progress=progress,
+                stop=stop,
+            )
+        finally:
+            await rollouts.stop()
+        await publisher.finish()
+        if ledger.publications(stage.name)[-1].step < progress.step:
+            await publisher.publish(progress)
+            await publisher.finish()
+        best = await _measured_to_the_end(context, stage, beside)
+        await publisher.prune()
+        if best is None:
+            await save_weights(worker, target, tokenizer=source)
+        else:
+            await asyncio.to_thread(copy_checkpoint, best, target)
+    return _result(context, stage, progress, beside)
+
+
+async def _open_source(
+    context: StageContext, stage: AgenticRlStage, system: System
+) -> RolloutSource:
+    ledger = context.ledger
     mix = TaskMix(
         [
             _share(
@@ -70,20 +151,22 @@ async def run_agentic_rl(
             difficulty=ledger.get_state(difficulty_key(stage.name)),
         ),
     )
-    source_of_batches = RolloutSource(
+    return RolloutSource(
         SourceConfig(
             stage=stage.name,
             group_size=stage.group_size,
             groups_per_batch=stage.groups_per_batch,
             concurrency=stage.concurrency,
-            staleness=stage.staleness,
+            staleness=stage.tau,
             temperature=stage.temperature,
             max_tokens=stage.max_sequence or context.recipe.engine.max_context,
             leave_one_out=stage.baseline == "leave_one_out",
             advantage_std=stage.divides_by_std,
             judged=isinstance(stage.objective, DistillationObjective),
-            synchronous=stage.mode == "sync",
+            mode=stage.mode,
             seed=context.recipe.seed,
+            ready_batches=stage.ready_batches,
+            whole_versions=stage.partial_rollouts == "wait",
             dynamic=OvergenerationConfig(**stage.dynamic.model_dump()),
         ),
         runner=system.runner,
@@ -93,65 +176,93 @@ async def run_agentic_rl(
         ratios=_ratios(context, stage),
         report=context.message,
     )
-    source_of_batches.resume(recovery)
-    cores = system.cores.trainer
-    async with (
-        open_trainer(context.cluster, stage.name, cores, context.run_dir) as worker,
-        _open_transport(context, system.engine, worker) as transport,
-    ):
-        await worker.request(
-            "load",
-            load_request(stage, begin, reference=source, run_dir=context.run_dir),
-            timeout_s=SAVE_TIMEOUT_S,
-        )
-        progress = rl.Progress(
-            step=recovery.step,
-            elapsed_s=float(ledger.get_state(f"seconds:{stage.name}", 0.0)),
-        )
-        if recovery.version is not None:
-            # These weights were published before the crash; a new stamp would age what they made.
-            progress.version = recovery.version
-        else:
-            progress.version = next_version(ledger)
-            ledger.publish(stage.name, progress.version, progress.step, begin)
-        await system.engine.load_weights(str(begin), progress.version)
 
-        async def publish(progress: rl.Progress) -> None:
-            version = next_version(ledger)
-            path = context.run_dir / "weights" / f"{stage.name}-v{version:06d}"
-            await save_weights(
-                worker,
-                path,
-                tokenizer=source,
-                optimizer=True,
-                reset_optimizer=stage.reset_optimizer,
-            )
-            with ledger.transaction():
-                ledger.publish(stage.name, version, progress.step, path)
-                ledger.checkpointed(stage.name, progress.step, path)
-            await transport.update_engine(path, version)
-            progress.version = version
-            _prune(context.run_dir, stage.name, keep=path)
 
-        observer = _RlObserver(context, stage, source_of_batches, worker, system.engine)
-        source_of_batches.start()
-        try:
-            await rl.train(
-                stage,
-                source=source_of_batches,
-                trainer=worker,
-                publish=publish,
-                committed=lambda index, step: ledger.commit_batch(stage.name, index, step),
-                report=observer.report,
-                progress=progress,
-            )
-        finally:
-            await source_of_batches.stop()
-        published = ledger.publications(stage.name)[-1]
-        if published.step < progress.step:
-            await publish(progress)
-        await save_weights(worker, target, tokenizer=source)
-    return {"updates": progress.step, "version": progress.version}
+def _progress(
+    context: StageContext, stage: AgenticRlStage, recovery: Recovery, begin: Path
+) -> rl.Progress:
+    """Where to go on from; publishes the first weights of a stage that only begins."""
+    ledger = context.ledger
+    progress = rl.Progress(
+        step=recovery.step,
+        elapsed_s=float(ledger.get_state(seconds_key(stage.name), 0.0)),
+        trained_tokens=ledger.conservation(stage.name).trained,
+    )
+    if recovery.version is not None:
+        # These weights were published before the crash; a new stamp would age what they made.
+        progress.version = recovery.version
+    else:
+        progress.version = next_version(ledger)
+        ledger.publish(stage.name, progress.version, progress.step, begin)
+    return progress
+
+
+def _evaluation_beside(
+    context: StageContext, stage: AgenticRlStage, system: System
+) -> EvaluationBeside | None:
+    table, held_out = stage.evaluation, context.recipe.evaluation
+    if table is None or held_out is None:
+        return None
+
+    def open_system(
+        checkpoint: Path, version: int
+    ) -> contextlib.AbstractAsyncContextManager[System]:
+        return open_side_system(
+            context.recipe,
+            system,
+            cores=table.cores or system.cores.engine,
+            concurrency=table.concurrency,
+            checkpoint=checkpoint,
+            version=version,
+            tasks=context.tasks,
+            ledger=context.ledger,
+            log_dir=context.run_dir / "logs",
+        )
+
+    return EvaluationBeside(context, stage, table, held_out, open_system)
+
+
+async def _measured_to_the_end(
+    context: StageContext, stage: AgenticRlStage, beside: EvaluationBeside | None
+) -> Path | None:
+    """Finish what is being measured; the checkpoint that is the stage's result, None: the last."""
+    if beside is None:
+        return None
+    last = context.ledger.publications(stage.name)[-1]
+    if stage.result == "best" and last.step > 0:
+        # The last weights have to be among those that are compared.
+        beside.pin_last(last)
+    await beside.drain()
+    if stage.result == "last":
+        return None
+    best = beside.best()
+    if best is None:
+        context.message(f"stage {stage.name}: nothing was measured; its last weights count")
+        return None
+    return best[1]
+
+
+def _result(
+    context: StageContext,
+    stage: AgenticRlStage,
+    progress: rl.Progress,
+    beside: EvaluationBeside | None,
+) -> dict[str, Any]:
+    """What the summary says of the stage."""
+    result: dict[str, Any] = {
+        "updates": progress.step,
+        "version": progress.version,
+        "trained_tokens": progress.trained_tokens,
+        "ended_by": progress.ended_by,
+    }
+    words = f"stage {stage.name} ended by {progress.ended_by} after {progress.step} updates"
+    best = None if beside is None else beside.best()
+    if best is not None:
+        score = best[0]
+        result["best"] = {"step": score.step, "score": score.value, "path": str(best[1])}
+        words += f"; best score {score.value:.1%} after {score.step}"
+    context.message(words)
+    return result
 
 
 def _share(task: TaskService, ratio: float, offset: int, concurrency: int | None) -> TaskShare:
@@ -205,179 +316,3 @@ def _teacher(name: str, run_dir: Path) -> Path:
     """Where a teacher is: the result of an earlier stage, or a checkpoint of its own."""
     result = run_dir / "checkpoints" / name
     return result if result.is_dir() else Path(name)
-
-
-class _Transport:
-    """Brings weights that the trainer has saved to the engine.
-
-    Args:
-        context: of the stage.
-        engine: whose weights to change.
-        worker: the trainer.
-        folder: of versions in shared memory; None reads checkpoints from disk.
-    """
-
-    def __init__(
-        self,
-        context: StageContext,
-        engine: PolicyEngine,
-        worker: TrainerGroup,
-        folder: Path | None,
-    ) -> None:
-        self._context = context
-        self._engine = engine
-        self._worker = worker
-        self._folder = folder
-
-    async def update_engine(self, checkpoint: Path, version: int) -> None:
-        """Switch the engine to the trainer's present weights, which `checkpoint` holds, too."""
-        if self._folder is not None:
-            try:
-                await self._share(self._folder, checkpoint, version)
-                return
-            except (UserError, WorkerFailure) as refusal:
-                # What the engine refused it has not taken, and the checkpoint is there.
-                self._folder = None
-                self._context.message(f"weights go through the disk from here on: {refusal}")
-        await self._engine.load_weights(str(checkpoint), version)
-
-    async def _share(self, folder: Path, checkpoint: Path, version: int) -> None:
-        path = await self._worker.request(
-            "publish",
-            {
-                "folder": str(folder),
-                "version": version,
-                "dtype": self._context.recipe.engine.dtype,
-            },
-            timeout_s=SAVE_TIMEOUT_S,
-        )
-        await self._engine.load_weights(path, version, checkpoint=str(checkpoint))
-
-
-@contextlib.asynccontextmanager
-async def _open_transport(
-    context: StageContext, engine: PolicyEngine, worker: TrainerGroup
-) -> AsyncIterator[_Transport]:
-    """A transport for the stage, as the recipe says; nothing of it stays in shared memory."""
-    if context.recipe.engine.weight_transport == "disk":
-        yield _Transport(context, engine, worker, None)
-        return
-    # The same name after a crash, so that what was left behind is found.
-    run = hashlib.blake2b(os.fsencode(context.run_dir.resolve()), digest_size=8).hexdigest()
-    with own_folder(run) as folder:
-        yield _Transport(context, engine, worker, folder)
-
-
-class _RlObserver:
-    """Turns the loop's updates into metrics: rates, windows and utilisation."""
-
-    def __init__(
-        self,
-        context: StageContext,
-        stage: AgenticRlStage,
-        source: RolloutSource,
-        worker: TrainerGroup,
-        engine: PolicyEngine,
-    ) -> None:
-        self.context = context
-        self.stage = stage
-        self.source = source
-        self.worker = worker
-        self.system_engine = engine
-        self.last = time.monotonic()
-        self.engine: dict[str, float] = {}
-        self.trainer_busy = 0.0
-        self.begun = time.monotonic()
-        self.before = float(context.ledger.get_state(f"seconds:{stage.name}", 0.0))
-
-    async def report(self, update: rl.Update) -> None:
-        """Log one update."""
-        now = time.monotonic()
-        seconds = max(now - self.last, 1e-6)
-        self.last = now
-        engine = await self.system_engine.stats()
-        sampled = engine["tokens_sampled"] - self.engine.get("tokens_sampled", 0.0)
-        busy = engine["busy_s"] - self.engine.get("busy_s", 0.0)
-        trainer = await self.worker.request("stats")
-        trained_s = trainer["busy_s"] - self.trainer_busy
-        first = not self.engine
-        self.engine, self.trainer_busy = engine, trainer["busy_s"]
-        window = self.source.take_window()
-        metrics = {
-            **update.metrics,
-            "version": float(update.version),
-            "trained_trajectories": float(update.trajectories),
-            "wait_s": update.wait_s,
-            "publish_s": update.publish_s,
-            "step_s": seconds,
-            "train_tokens_per_s": update.metrics["trained_tokens"] / seconds,
-            "trainer_busy": min(1.0, trained_s / seconds),
-            "queue_groups": float(self.source.ready_groups),
-            "rollouts_in_flight": float(self.source.in_flight),
-            "dropped_stale": float(window.dropped_stale),
-            "dropped_no_signal": float(window.dropped_no_signal),
-            "env_failed": float(window.env_failed),
-            "rollouts_per_s": window.finished / seconds,
-        }
-        if not first:
-            engines = max(1, engine.get("serving", 1))
-            metrics["engine_busy"] = min(1.0, busy / seconds / engines)
-            metrics["gen_tokens_per_s"] = sampled / seconds
-        metrics |= _replica_metrics(engine)
-        metrics |= task_metrics(self.source.sharing, window, seconds)
-        metrics |= _failure_metrics(self.source, window, self.context.tasks)
-        if window.scored:
-            metrics["reward_mean"] = window.reward_sum / window.scored
-            metrics["success_rate"] = metrics["reward_mean"]
-        if window.finished:
-            metrics["turns_mean"] = window.turns / window.finished
-        self.context.log(self.stage.name, update.step, metrics)
-        elapsed = self.before + now - self.begun
-        self.context.ledger.put_state(f"seconds:{self.stage.name}", elapsed)
-        self.context.progress(
-            rl.done_fraction(self.stage, rl.Progress(update.step, update.version, elapsed))
-        )
-
-
-def _failure_metrics(
-    source: RolloutSource, window: Window, tasks: Mapping[str, TaskService]
-) -> dict[str, float]:
-    """How the environment of each task fails; nothing where none has."""
-    found = {}
-    for name in source.sharing.mix.ratios:
-        pauses, failed = source.pauses.pauses(name), window.of(name).env_failed
-        losses = getattr(tasks[name], "losses", 0)
-        misreports = getattr(tasks[name], "misreports", 0)
-        if pauses or failed or losses or misreports:
-            place = f"task.{name}"
-            found[f"{place}.paused"] = float(name in source.pauses.paused)
-            found[f"{place}.pauses"] = float(pauses)
-            found[f"{place}.service_losses"] = float(losses)
-            found[f"{place}.service_misreports"] = float(misreports)
-    return found
-
-
-def _replica_metrics(stats: dict[str, Any]) -> dict[str, float]:
-    """How replicas are, all together and each; nothing of an engine that has none."""
-    replicas = stats.get("replicas")
-    if replicas is None:
-        return {}
-    found = {
-        "replicas_serving": float(stats["serving"]),
-        "replica_restarts": float(sum(replica["restarts"] for replica in replicas)),
-        "replica_imbalance": float(stats["imbalance"]),
-    }
-    for replica in replicas:
-        place = f"replica.{replica['name']}"
-        found[f"{place}.serving"] = float(replica["state"] == "serving")
-        for name in ("version", "sessions", "requests", "restarts"):
-            found[f"{place}.{name}"] = float(replica[name])
-    return found
-
-
-def _prune(run_dir: Path, stage: str, keep: Path) -> None:
-    """Delete published weights that no engine and no resume needs any more."""
-    folders = sorted((run_dir / "weights").glob(f"{stage}-v*"))
-    for folder in folders[:-_KEPT_VERSIONS]:
-        if folder != keep:
-            shutil.rmtree(folder, ignore_errors=True)

@@ -32,6 +32,7 @@ class StageContext(msgspec.Struct, frozen=True):
         log: called with (stage, step, metrics) after each step worth a row.
         progress: called with the share of the budget that is used.
         message: called with one line for people.
+        evaluated: called with each finished evaluation, as summary.json keeps it.
     """
 
     recipe: Recipe
@@ -44,6 +45,7 @@ class StageContext(msgspec.Struct, frozen=True):
     log: Callable[[str, int, dict[str, float]], None]
     progress: Callable[[float], None]
     message: Callable[[str], None]
+    evaluated: Callable[[dict[str, Any]], None] = lambda record: None
 
 
 def training_folder(run_dir: Path, stage: StageTable) -> Path:
@@ -56,9 +58,23 @@ def training_folder(run_dir: Path, stage: StageTable) -> Path:
 
 def next_version(ledger: Ledger) -> int:
     """A weight version never used in this run, not even by a process that crashed."""
-    version = int(ledger.get_state(VERSION_STATE, 0)) + 1
-    ledger.put_state(VERSION_STATE, version)
+    version = upcoming_version(ledger)
+    take_version(ledger, version)
     return version
+
+
+def upcoming_version(ledger: Ledger) -> int:
+    """The number that `next_version` would give now.
+
+    For weights that no engine gets before the ledger knows them: a process that dies before that
+    must not have used it up, or everything in flight would look a publication older.
+    """
+    return int(ledger.get_state(VERSION_STATE, 0)) + 1
+
+
+def take_version(ledger: Ledger, version: int) -> None:
+    """From now on `version` is used."""
+    ledger.put_state(VERSION_STATE, version)
 
 
 async def save_weights(
@@ -68,6 +84,8 @@ async def save_weights(
     tokenizer: Path,
     optimizer: bool = False,
     reset_optimizer: bool = False,
+    beside: bool = False,
+    version: int | None = None,
 ) -> None:
     """Have the trainer write its weights as a checkpoint directory.
 
@@ -75,6 +93,9 @@ async def save_weights(
         tokenizer: directory whose tokenizer files go along.
         optimizer: also write optimizer state.
         reset_optimizer: forget optimizer state afterwards, and do not write it.
+        beside: return when the trainer may go on; its "written" is answered when the checkpoint is
+            on the disk.
+        version: which version they will be published as.
     """
     await trainer.request(
         "save",
@@ -83,6 +104,8 @@ async def save_weights(
             "tokenizer": str(tokenizer),
             "optimizer": optimizer,
             "reset_optimizer": reset_optimizer,
+            "beside": beside,
+            "version": version,
         },
         timeout_s=SAVE_TIMEOUT_S,
     )

@@ -1,7 +1,8 @@
-"""The asynchronous RL loop: cut a batch, update, publish every K updates.
+"""The RL loop: cut a batch, update, publish every K updates, until a budget is used up.
 
 Generation goes on beside this loop, in other processes; nothing here waits for a rollout that the
-next batch does not need. The loop knows batches, versions and budgets, not where they come from.
+next batch does not need. The loop knows batches, versions and budgets, not where they come from;
+whether a mode goes in step with generation is up to the source and to whoever publishes.
 """
 
 import time
@@ -17,6 +18,8 @@ from headrace.training.batch import Sample, rollout_sample
 
 UPDATE_TIMEOUT_S = 3600.0
 """An update that takes longer than this is an error; large models on few cores are slow."""
+_PATIENCE_S = 3600.0
+"""Without a budget in seconds, the loop gives up when no batch comes for so long."""
 
 
 class Member(Protocol):
@@ -52,17 +55,31 @@ class BatchSource(Protocol):
         ...
 
     async def cut(self, version: int, timeout_s: float) -> Batch | None:
-        """A batch cut at `version`; None when none came within timeout_s seconds."""
+        """A batch cut at `version`, or at a newer one that was published while it waited; None when
+        none came within timeout_s seconds."""
         ...
 
 
 class Update(msgspec.Struct, frozen=True):
-    """What the loop reports after each update; seconds are wall clock."""
+    """What the loop reports after each update; seconds are wall clock.
+
+    Attributes:
+        step: of the trainer.
+        version: newest published one.
+        batch_index: what it trained on.
+        trajectories: in that batch.
+        tokens: sampled tokens that trained.
+        wait_s: for rollouts.
+        update_s: in the trainer.
+        publish_s: for as much of a publication as the next update cannot do without.
+        metrics: of the trainer.
+    """
 
     step: int
     version: int
     batch_index: int
     trajectories: int
+    tokens: int
     wait_s: float
     update_s: float
     publish_s: float
@@ -70,21 +87,42 @@ class Update(msgspec.Struct, frozen=True):
 
 
 class Progress(msgspec.Struct):
-    """Where the loop stands; survives a resume. `elapsed_s` includes earlier processes."""
+    """Where the loop stands; survives a resume.
+
+    Attributes:
+        step: updates made.
+        version: newest published one.
+        elapsed_s: of work, earlier processes included.
+        trained_tokens: sampled tokens that have trained, each counted once.
+        ended_by: the budget that was used up first, or what else ended the loop; "" before.
+    """
 
     step: int = 0
     version: int = 0
     elapsed_s: float = 0.0
+    trained_tokens: int = 0
+    ended_by: str = ""
+
+
+def shares_used(stage: AgenticRlStage, progress: Progress) -> dict[str, float]:
+    """How much of each of the stage's budgets is used, by recipe key; 1 is all of it."""
+    used = {
+        "updates": (progress.step, stage.updates),
+        "seconds": (progress.elapsed_s, stage.seconds),
+        "trained_tokens": (progress.trained_tokens, stage.trained_tokens),
+    }
+    return {name: done / budget for name, (done, budget) in used.items() if budget is not None}
 
 
 def done_fraction(stage: AgenticRlStage, progress: Progress) -> float:
-    """How much of the stage's budget is used, in [0, 1]: updates or seconds, the larger share."""
-    shares = [0.0]
-    if stage.updates is not None:
-        shares.append(progress.step / stage.updates)
-    if stage.seconds is not None:
-        shares.append(progress.elapsed_s / stage.seconds)
-    return min(1.0, max(shares))
+    """How much of the stage's budgets is used, in [0, 1]: the largest share."""
+    return min(1.0, max(shares_used(stage, progress).values(), default=0.0))
+
+
+def used_up(stage: AgenticRlStage, progress: Progress) -> str | None:
+    """The first budget, by recipe key, that is used up; None while none is."""
+    full = [name for name, share in shares_used(stage, progress).items() if share >= 1.0]
+    return full[0] if full else None
 
 
 def learning_rate(stage: AgenticRlStage, progress: Progress) -> float:
@@ -99,22 +137,24 @@ async def train(
     *,
     source: BatchSource,
     trainer: Requests,
-    publish: Callable[[Progress], Awaitable[None]],
+    publish: Callable[[Progress], Awaitable[float]],
     committed: Callable[[int, int], None],
     report: Callable[[Update], Awaitable[None]],
     progress: Progress,
+    stop: Callable[[], str | None] = lambda: None,
 ) -> Progress:
-    """Run until the stage's budget is used up.
+    """Run until one of the stage's budgets is used up, or something else says stop.
 
     Args:
         stage: constants.
         source: batches.
         trainer: a `TrainerWorker` with a model loaded.
-        publish: saves the trainer's weights and hands them to the engines as the next version;
-            sets `progress.version`.
+        publish: saves the trainer's weights and hands them to the engines as the next version, now
+            or soon; sets `progress.version` then. Returns seconds that it waited for rollouts.
         committed: called with (batch index, step) when a batch is in the trainer's weights.
         report: called after each update.
         progress: where to go on from; changed in place.
+        stop: asked before each batch; a word that says why it is the last, or None.
 
     Returns:
         `progress`.
@@ -124,14 +164,16 @@ async def train(
     """
     before = progress.elapsed_s
     started = time.monotonic()
-    while source.replaying or done_fraction(stage, progress) < 1.0:
+    ended: str | None = None
+    while source.replaying or not (ended := used_up(stage, progress) or stop()):
         waited = time.monotonic()
-        left = stage.seconds - progress.elapsed_s if stage.seconds is not None else 3600.0
+        left = stage.seconds - progress.elapsed_s if stage.seconds is not None else _PATIENCE_S
         batch = await source.cut(progress.version, left)
         progress.elapsed_s = before + time.monotonic() - started
         if batch is None:
             if stage.seconds is None:
                 raise TimeoutError(f"stage {stage.name}: no batch for an hour")
+            ended = "seconds"
             break
         updating = time.monotonic()
         metrics = await trainer.request(
@@ -143,11 +185,13 @@ async def train(
             },
             timeout_s=UPDATE_TIMEOUT_S,
         )
+        tokens = trained_tokens(batch)
         progress.step += 1
+        progress.trained_tokens += tokens
         committed(batch.index, progress.step)
-        published = time.monotonic()
+        published, settling = time.monotonic(), 0.0
         if progress.step % stage.publish_every == 0:
-            await publish(progress)
+            settling = await publish(progress)
         now = time.monotonic()
         progress.elapsed_s = before + now - started
         await report(
@@ -156,12 +200,14 @@ async def train(
                 version=progress.version,
                 batch_index=batch.index,
                 trajectories=len(batch.members),
-                wait_s=updating - waited,
+                tokens=tokens,
+                wait_s=updating - waited + settling,
                 update_s=published - updating,
-                publish_s=now - published,
+                publish_s=now - published - settling,
                 metrics=metrics,
             )
         )
+    progress.ended_by = ended or ""
     return progress
 
 
@@ -181,6 +227,11 @@ def teacher_numbers(stage: AgenticRlStage) -> dict[str, int]:
         return {}
     names = teacher_names(stage)
     return {task: names.index(objective.teacher_of(task) or "") for task in stage.task_ratios}
+
+
+def trained_tokens(batch: Batch) -> int:
+    """Sampled tokens of a batch, each once however often its trajectory counts."""
+    return sum(sum(s.train_mask) for member in batch.members for s in member.segments)
 
 
 def samples(batch: Batch, teachers: Mapping[str, int] | None = None) -> list[dict[str, Any]]:

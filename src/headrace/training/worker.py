@@ -7,6 +7,7 @@ then each gets every request.
 
 import time
 from collections.abc import Sequence
+from concurrent.futures import Future
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Literal
@@ -31,6 +32,7 @@ from headrace.training.forward import LossConfig
 from headrace.training.guards import GuardConfig
 from headrace.training.meters import StepMeter
 from headrace.training.parallel import Ranks, joined
+from headrace.training.snapshots import SnapshotWriter
 from headrace.training.streams import BatchStream, SampleStream, TextStream
 from headrace.training.trainer import NonFiniteLossError, OptimizerConfig, RlConfig, Trainer
 
@@ -62,7 +64,10 @@ class TrainerWorker:
         self.ranks = Ranks()
         self.busy_s = 0.0
         self.fresh = True
+        # Of the weights while they are fresh; None: of those that `load` brought.
+        self.version: int | None = None
         self._resources = ExitStack()
+        self.snapshots = self._resources.enter_context(SnapshotWriter())
 
     def run(self) -> None:
         """Serve until the parent hangs up."""
@@ -156,23 +161,44 @@ class TrainerWorker:
             reference=None if reference is None else load_checkpoint(Path(reference)),
             teachers=[load_checkpoint(Path(teacher)) for teacher in teachers],
         )
-        self.fresh = True
+        self.fresh, self.version = True, None
         return {"parameters": model.num_parameters(), "optimizer_restored": restored}
 
     def _do_save(
-        self, path: str, tokenizer: str | None, optimizer: bool, reset_optimizer: bool
+        self,
+        path: str,
+        tokenizer: str | None,
+        optimizer: bool,
+        reset_optimizer: bool,
+        beside: bool = False,
+        version: int | None = None,
     ) -> float:
-        """Write the current weights; afterwards they count as published. Returns seconds."""
+        """Write the current weights; afterwards they count as published. Returns seconds.
+
+        Args:
+            tokenizer: directory whose tokenizer files go along.
+            optimizer: also write the optimizer's state.
+            reset_optimizer: forget that state afterwards, and do not write it.
+            beside: copy the weights and return; "written" says when they are on the disk.
+            version: which version they will be published as.
+        """
         started = time.perf_counter()
-        self._trainer.save(
-            Path(path),
-            tokenizer_from=Path(tokenizer) if tokenizer else None,
-            optimizer=optimizer and not reset_optimizer,
-        )
+        source = Path(tokenizer) if tokenizer else None
+        optimizer = optimizer and not reset_optimizer
+        if beside and self.ranks.size == 1:
+            self.snapshots.begin(
+                self._trainer, Path(path), tokenizer_from=source, optimizer=optimizer
+            )
+        else:
+            self._trainer.save(Path(path), tokenizer_from=source, optimizer=optimizer)
         if reset_optimizer:
             self._trainer.reset_optimizer()
-        self.fresh = True
+        self.fresh, self.version = True, version
         return time.perf_counter() - started
+
+    def _do_written(self) -> Future[None] | None:
+        """Answered once the checkpoint that was last written beside training is on the disk."""
+        return self.snapshots.writing if self.ranks.size == 1 else None
 
     def _do_publish(self, folder: str, version: int, dtype: str | None = None) -> str | None:
         """Put the current weights into shared memory, as engines of `dtype` hold them.
@@ -284,8 +310,10 @@ class TrainerWorker:
         """One update on a batch of rollouts."""
         started = time.perf_counter()
         batch = [msgspec.convert(s, Sample) for s in samples]
+        # Engines may not have the newest weights yet: `version` is then that of others.
+        fresh = self.fresh and self.version in (None, version)
         metrics = self._trainer.rl_step(
-            batch, self.rl, version=version, fresh=self.fresh, learning_rate=learning_rate
+            batch, self.rl, version=version, fresh=fresh, learning_rate=learning_rate
         )
         self.fresh = False
         metrics["update_s"] = time.perf_counter() - started
