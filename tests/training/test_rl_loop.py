@@ -29,7 +29,9 @@ class Source:
         self.versions.append(version)
         mask = (False, True, True, True)
         segment = Segment("s", (1, 2, 3, 4), mask, (0.0, -1.0, -1.0, -1.0), (-1, 0, 0, 0))
-        member = SimpleNamespace(group_id="g", segments=(segment,), advantage=1.0, multiplicity=2)
+        member = SimpleNamespace(
+            group_id="g", task="toy", segments=(segment,), advantage=1.0, multiplicity=2
+        )
         return SimpleNamespace(index=len(self.versions) - 1, members=(member,))
 
 
