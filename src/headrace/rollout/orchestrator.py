@@ -319,7 +319,9 @@ class RolloutSource:
                 return None
             self._ready_changed.clear()
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._ready_changed.wait(), remaining)
+                # Not wait_for: in Python 3.11 it forgets a cancellation that meets the event.
+                async with asyncio.timeout(remaining):
+                    await self._ready_changed.wait()
 
     def _round_left(self) -> int:
         """Groups that the next synchronous batch still lacks: all of them, or, after a crash, those
