@@ -48,6 +48,10 @@ deterministic = true
 [tasks.reasoning]
 system_prompt = "Count."
 families = {{ count_bits = {{ min_n = 1, max_n = 31 }} }}
+[evaluation]
+task = "reasoning"
+instances = 8
+before = false
 """
 _NEW_MODEL = """
 [model.init]
@@ -61,12 +65,6 @@ max_positions = 384
 [tokenizer]
 vocab_size = 480
 demonstrations = 300
-"""
-_EVALUATION = """
-[evaluation]
-task = "reasoning"
-instances = 8
-before = false
 """
 _WARMUP = """
 [[stages]]
@@ -108,8 +106,8 @@ def rl_recipe(seed: int, updates: int, checkpoint: Path) -> str:
 
 
 def whole_recipe(seed: int, steps: int, updates: int) -> str:
-    """All of it, with measurements in between."""
-    parts = _HEAD + _NEW_MODEL + _EVALUATION + _WARMUP + _RL
+    """All of it."""
+    parts = _HEAD + _NEW_MODEL + _WARMUP + _RL
     return parts.format(seed=seed, steps=steps, updates=updates)
 
 

@@ -9,7 +9,7 @@ pytest.importorskip("reasoning_gym")
 
 def test_a_run_killed_three_times_trains_what_an_uninterrupted_one_trains(tmp_path):
     recipe = tmp_path / "warmup.toml"
-    recipe.write_text(bench.warmup_recipe(0, steps=40))
+    recipe.write_text(bench.warmup_recipe(0, steps=30))
     ready = bench.Lives(recipe, tmp_path / "warmup")
     assert ready.start().wait(bench.DEADLINE_S) == 0, ready.output.read_text()
     checkpoint = ready.run_dir / "checkpoints" / "warmup"
