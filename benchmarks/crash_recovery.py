@@ -297,8 +297,7 @@ def crash(text: str, folder: Path, *, kills: int, within_s: float, seed: int) ->
     recipe.write_text(text)
     began = time.monotonic()
     whole = Lives(recipe, folder / "whole")
-    if whole.start().wait(DEADLINE_S) != 0:
-        raise Failure(f"the uninterrupted run failed: {_tail(whole.output)}")
+    run_to_end(whole)
     uninterrupted_s = time.monotonic() - began
     wanted = Trained(whole.run_dir)
     _require_gone(whole)
@@ -335,6 +334,15 @@ def crash(text: str, folder: Path, *, kills: int, within_s: float, seed: int) ->
         "uninterrupted_s": uninterrupted_s,
         "wall_s": time.monotonic() - began,
     }
+
+
+def run_to_end(lives: Lives) -> None:
+    """Start it, and raise Failure unless it ends well."""
+    try:
+        if lives.start().wait(DEADLINE_S) != 0:
+            raise Failure(f"a run that nobody killed failed: {_tail(lives.output)}")
+    finally:
+        lives.end()
 
 
 def _live_through(
