@@ -6,10 +6,12 @@ import crash_recovery as bench
 
 pytest.importorskip("reasoning_gym")
 
+pytestmark = pytest.mark.slow
+
 
 def test_a_run_killed_three_times_trains_what_an_uninterrupted_one_trains(tmp_path):
     recipe = tmp_path / "warmup.toml"
-    recipe.write_text(bench.warmup_recipe(0, steps=25))
+    recipe.write_text(bench.warmup_recipe(0, steps=60))
     ready = bench.Lives(recipe, tmp_path / "warmup")
     bench.run_to_end(ready)
     checkpoint = ready.run_dir / "checkpoints" / "warmup"
@@ -20,7 +22,6 @@ def test_a_run_killed_three_times_trains_what_an_uninterrupted_one_trains(tmp_pa
     assert found["weights_equal"] == 1.0
 
 
-@pytest.mark.slow
 def test_thirty_kills(tmp_path):
     found = bench.crash(bench.whole_recipe(0, 60, 40), tmp_path, kills=30, within_s=12.0, seed=0)
     assert found["kills"] == 30
