@@ -10,12 +10,13 @@ within a round. A server has one core to itself; the agents and the engine share
 Agents keep one connection and one key for each session, and every turn appends the assistant's
 message with its tool call and a tool result of a few hundred tokens, other text each time. A
 session has 20 turns and is then followed by another. Sessions are of all ages from the beginning,
-so that every measurement is of the same mix of turns (`--quick`: of 1,000 only a fifth, the others
-are at their first); headrace records those histories beforehand, without HTTP. That each call
-continued its session's, and was read as a tool call, is checked.
+so that every measurement is of the same mix of turns (of 1,000 only two fifths, `--quick` one, the
+others are at their first); headrace records those histories beforehand, without HTTP. That each
+call continued its session's, and was read as a tool call, is checked. Progress goes to stderr.
 
-`rps_SIDE_cN` are requests a second with N agents that ask again at once, medians over rounds, and
-`rps_ratio_vs_litellm_cN` the median of one round's ratios. Waiting is then nearly all of their
+`rps_SIDE_cN` are requests a second with N agents that ask again at once, medians over rounds; the
+proxy is asked less often, a `litellm_share`, and at least once by each agent.
+`rps_ratio_vs_litellm_cN` is the median of one round's ratios. Waiting is then nearly all of their
 latency, so added latency is measured apart, with agents that think between their turns: requests
 arrive at random (a Poisson process), N agents in turn, `arrivals` times a second, at most half of
 what the slowest side manages with 100 agents; one agent alone asks again at once.
@@ -38,6 +39,7 @@ import random
 import statistics
 import sys
 import tempfile
+import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -61,16 +63,18 @@ HEADRACE = {"headrace": "", "embedded": "_embedded"}
 START_S, ANSWER_S = 300.0, 600.0
 SIZES = [
     ("rounds", 1, 3),
-    ("requests_c1", 100, 1000),
-    ("requests_c100", 400, 3000),
-    ("requests_c1000", 1000, 5000),
-    ("aged_c1000", 0.2, 1.0),
+    ("requests_c1", 100, 300),
+    ("requests_c100", 400, 1500),
+    ("requests_c1000", 1000, 2000),
+    ("litellm_share", 0.5, 0.25),
+    ("aged_c1000", 0.2, 0.4),
     ("arrivals", 100, 100),
-    ("arrivals_s", 2, 10),
+    ("arrivals_s", 2, 3),
     ("long_turns", 100, 200),
-    ("histories", 2, 20),
+    ("histories", 2, 6),
 ]
 SHOWN_TURNS = (2, 5, 10, 20, 50, 100, 200)
+STARTED = time.perf_counter()
 LITELLM_ENVIRONMENT = "HEADRACE_LITELLM_PYTHON"
 
 
@@ -145,6 +149,7 @@ class Servers:
                 cores=server,
                 folder=str(folder),
             )
+        show("servers start")
         self.load.wait_ready(START_S)
         self._ports = {"direct": self._stub_port}
         with self.stub.awake():
@@ -265,14 +270,17 @@ def measure(servers: Servers, arguments: argparse.Namespace) -> dict[str, float]
     for number in range(arguments.rounds):
         for agents in CONCURRENCIES:
             for side in turned(servers.sides, number):
-                answers = servers.ask(side, agents, getattr(arguments, f"requests_c{agents}"))
+                requests = getattr(arguments, f"requests_c{agents}")
+                if side == "litellm":
+                    requests = max(agents, round(arguments.litellm_share * requests))
+                answers = servers.ask(side, agents, requests)
                 rates[side, agents].append(answers.rate)
                 busy = max(busy, answers.busy if side in HEADRACE else 0.0)
                 if agents == 100:
                     used[side].append(answers.cpu_ms)
                 show(
-                    arguments,
-                    f"{side} c{agents}: {answers.rate:.0f} requests/s, {answers.cpu_ms:.2f} ms CPU",
+                    f"round {number + 1} of {arguments.rounds}, {side} c{agents}: "
+                    f"{answers.rate:.0f} requests/s, {answers.cpu_ms:.2f} ms CPU"
                 )
     for (side, agents), found in rates.items():
         metrics[f"rps_{side}_c{agents}"] = statistics.median(found)
@@ -310,7 +318,7 @@ def measure_added(
             for side in servers.peers:
                 suffix = HEADRACE.get(side, f"_{side}")
                 metrics[f"added_{name}_ms_c{agents}{suffix}"] = found[side] - found["direct"]
-        show(arguments, f"c{agents}: {found['headrace'] - found['direct']:.2f} ms added p99")
+        show(f"latency c{agents}: {found['headrace'] - found['direct']:.2f} ms added p99")
     return metrics
 
 
@@ -322,10 +330,10 @@ def measure_history(servers: Servers, arguments: argparse.Namespace) -> dict[str
         ("", arguments.turns, 3 * histories, 2),
         ("_long", arguments.long_turns, histories, arguments.turns // 2),
     ):
-        medians = {
-            side: servers.ask(side, 1, turns * sessions, turns=turns).by_turn()
-            for side in servers.sides
-        }
+        medians = {}
+        for side in servers.sides:
+            medians[side] = servers.ask(side, 1, turns * sessions, turns=turns).by_turn()
+            show(f"{side}: {sessions} sessions of {turns} turns")
         for side in servers.peers:
             name = HEADRACE.get(side, f"_{side}")
             added = {
@@ -345,10 +353,9 @@ def turned(sides: list[str], number: int) -> list[str]:
     return sides[first:] + sides[:first]
 
 
-def show(arguments: argparse.Namespace, text: str) -> None:
-    """Tell whoever watches how it goes."""
-    if not arguments.json:
-        print(text, flush=True)
+def show(text: str) -> None:
+    """Tell whoever watches how it goes, beside the report."""
+    print(f"[{time.perf_counter() - STARTED:4.0f} s] {text}", file=sys.stderr, flush=True)
 
 
 def parse() -> argparse.Namespace:

@@ -100,6 +100,35 @@ async def test_the_task_example_scores_an_answer():
     assert wrong.rewards == {"reward": 0.0}
 
 
+async def test_the_task_service_example_is_served_over_http():
+    import asyncio
+
+    from headrace.tasks.remote import FixedPlace, RemoteTasks
+    from headrace.tasks.serving import TaskServer
+
+    (code,) = python_blocks("task-services.md")
+    asked = []
+
+    async def ask_the_model(endpoint, question):
+        asked.append((endpoint, question))
+        return "4"
+
+    names = {"__name__": "example", "ask_the_model": ask_the_model}
+    exec(compile(code, "task-services.md", "exec"), names)
+    server = await TaskServer.start(names["Echo"]())  # type: ignore[operator] # the page's class
+    task = await RemoteTasks.open("echo", FixedPlace(server.url, None))
+    try:
+        instance = await asyncio.to_thread(
+            task.instance, await asyncio.to_thread(task.train_seed, 2)
+        )
+        endpoint = Endpoint("http://x/v1", "k", "m", max_turns=3)
+        assert (await task.rollout(instance, endpoint)).rewards == {"reward": 1.0}
+    finally:
+        await task.close()
+        await server.stop()
+    assert asked == [(endpoint, "Say 4.")]
+
+
 async def test_the_agent_example_calls_its_tool_and_ends():
     import asyncio
 

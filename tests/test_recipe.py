@@ -12,6 +12,7 @@ from headrace.recipe import (
     find_recipe,
     load_recipe,
     parse_recipe,
+    share_limits,
     tables_in,
 )
 from headrace.training.reinforced import RlConfig
@@ -113,6 +114,25 @@ def test_older_recipes_keep_their_meaning():
             with_rl(eps_low=0.1, objective={"kind": "grpo"}),
             r"eps_low beside objective; move it to \[stages.objective\]",
         ),
+        (
+            with_rl(tasks={"a": 1, "b": {"ratio": 1, "concurency": 8}}),
+            'unknown key "stages.rl.tasks.b.concurency"; did you mean "concurrency"?',
+        ),
+        (
+            with_rl(tasks={"a": 1, "b": "x"}),
+            "stages.rl.tasks.b: give a ratio, e.g. 0.5, or a table",
+        ),
+        (with_rl(tasks={"a": 1, "b": {"concurrency": 8}}), "stages.rl.tasks.b.ratio is missing"),
+        (with_rl(tasks={"a": 1, "b": 0}), "stages.rl.tasks.b.ratio: .*greater than 0"),
+        (
+            with_rl(tasks={"a": 1, "b": {"ratio": 3, "floor": 0.8}}),
+            "tasks.b.floor 0.8 is above the share that its ratio asks for, 0.75",
+        ),
+        (with_rl(ratios={"rule": "success"}), 'ratios.rule "success" has nothing to move'),
+        (
+            with_rl(tasks={"a": 1, "b": 1}, ratios={"rule": "progress", "learnable": [0.1, 0.9]}),
+            'learnable is for rule "success", not for "progress"',
+        ),
         (with_change(stages=[{"kind": "sft", "name": "a"}]), "give steps, seconds or both"),
         (with_change(stages=MINIMAL["stages"] * 2), 'two stages are named "rl"'),
         ({"model": {"path": "x"}, "stages": MINIMAL["stages"]}, "name is missing"),
@@ -123,6 +143,20 @@ def test_mistakes_are_one_line_with_a_remedy(data, message):
         parse_recipe(data, "file.toml")
     assert str(caught.value).startswith("file.toml: ")
     assert "\n" not in str(caught.value)
+
+
+def test_a_task_of_several_is_a_number_or_a_table_with_limits():
+    tasks = {"a": 1, "b": {"ratio": 3, "concurrency": 8, "floor": 0.02}, "c": 96.0}
+    recipe = parse_recipe(with_rl(tasks=tasks, ratios={"rule": "shortage", "floor": 0.1}), "f")
+    stage = recipe.stages[0]
+    assert isinstance(stage, AgenticRlStage)
+    assert stage.task_ratios == {"a": 1.0, "b": 3.0, "c": 96.0}
+    assert stage.tasks["b"].concurrency == 8
+    limits = share_limits(stage.ratios, stage.tasks)
+    # A share below the common floor is its own floor, so that targets are always allowed.
+    assert limits["a"] == (0.01, 0.01, 1.0)
+    assert [limits[name].floor for name in "bc"] == [0.02, 0.1]
+    assert parse_recipe(recipe.model_dump(mode="json"), "f") == recipe
 
 
 def test_overrides(tmp_path):

@@ -13,7 +13,8 @@ import pytest
 
 from headrace.cli import main
 from headrace.errors import UserError
-from headrace.serving import ServeOptions, engine_config, find_checkpoint
+from headrace.served_engine import ServeOptions, engine_config
+from headrace.serving import find_checkpoint
 
 
 @pytest.fixture(scope="module")

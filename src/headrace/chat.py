@@ -22,7 +22,8 @@ from headrace.errors import UserError
 from headrace.gateway.gateway import Gateway
 from headrace.gateway.turn import ApiError
 from headrace.sandbox.types import FileEntry, Limits, Sandbox
-from headrace.serving import ServeOptions, find_checkpoint, open_engine
+from headrace.served_engine import ServeOptions, open_engine
+from headrace.serving import find_checkpoint
 from headrace.tokens.renderer import create_renderer
 
 _MAX_TOOL_ROUNDS = 8

@@ -28,6 +28,13 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
 
+tasks_app = typer.Typer(
+    help="Task services.",
+    no_args_is_help=True,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+)
+app.add_typer(tasks_app, name="tasks")
+
 CheckpointArgument = Annotated[
     str,
     typer.Argument(
@@ -44,6 +51,15 @@ ContextOption = Annotated[
         metavar="TOKENS",
         min=16,
         help="Longest prompt + output; by default the model's limit, at most 2048.",
+    ),
+]
+ReplicasOption = Annotated[
+    int,
+    typer.Option(
+        metavar="N",
+        min=1,
+        max=64,
+        help="Engines that share the requests, each with its part of the cores.",
     ),
 ]
 DtypeOption = Annotated[str, typer.Option(metavar="TYPE", help="float32 or bfloat16.")]
@@ -188,7 +204,7 @@ def chat(
 ) -> int:
     """Talk to a checkpoint. Tool calls are shown; Ctrl-D ends the conversation."""
     from headrace.chat import ChatOptions, chat_loop
-    from headrace.serving import ServeOptions
+    from headrace.served_engine import ServeOptions
 
     return chat_loop(
         checkpoint,
@@ -230,15 +246,20 @@ def serve(
     threads: Annotated[
         int | None, typer.Option(metavar="N", min=1, help="Compute threads; all cores by default.")
     ] = None,
+    replicas: ReplicasOption = 1,
     renderer: RendererOption = "auto",
     dtype: DtypeOption = "float32",
     max_context: ContextOption = None,
     engine: Annotated[
         str, typer.Option(metavar="KIND", help="embedded, or a server: vllm or sglang.")
     ] = "embedded",
-    engine_url: Annotated[
-        str | None,
-        typer.Option(metavar="URL", help="A vLLM or SGLang server of this checkpoint that runs."),
+    engine_urls: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--engine-url",
+            metavar="URL",
+            help="A vLLM or SGLang server that runs with this checkpoint; several share requests.",
+        ),
     ] = None,
     engine_python: Annotated[
         str | None,
@@ -262,7 +283,8 @@ def serve(
     recorded and nothing is trained; `headrace run` does that. The engine is headrace's own, or vLLM
     or SGLang, started for this or running already; see docs/adapters.md.
     """
-    from headrace.serving import ServeOptions, serve_forever
+    from headrace.served_engine import ServeOptions
+    from headrace.serving import serve_forever
 
     options = ServeOptions(
         renderer=renderer,
@@ -271,8 +293,9 @@ def serve(
         max_running=max_running,
         max_waiting=max_waiting,
         threads=threads,
+        replicas=replicas,
         engine=engine,
-        engine_url=engine_url,
+        engine_urls=tuple(engine_urls or ()),
         engine_python=engine_python,
         engine_options=tuple(engine_options or ()),
         engine_key=engine_key,
@@ -314,6 +337,7 @@ def engine(
     threads: Annotated[
         int | None, typer.Option(metavar="N", min=1, help="Compute threads; all cores by default.")
     ] = None,
+    replicas: ReplicasOption = 1,
 ) -> int:
     """Serve a checkpoint token-in token-out until Ctrl-C: /generate, /weights, /metrics, ...
 
@@ -331,10 +355,67 @@ def engine(
         cache_tokens=cache_tokens,
         draft_tokens=draft_tokens,
         threads=threads,
+        replicas=replicas,
     )
     return engine_forever(
         checkpoint, options, host=host, port=port, api_key=api_key, console=Console()
     )
+
+
+@tasks_app.command("serve")
+def tasks_serve(
+    name: Annotated[
+        str,
+        typer.Argument(
+            metavar="NAME", help="A task headrace has, or package.module:Class of your own."
+        ),
+    ],
+    host: HostOption = "127.0.0.1",
+    port: Annotated[
+        int, typer.Option(metavar="N", min=0, max=65535, help="Port; 0 picks a free one.")
+    ] = 8700,
+    token_env: Annotated[
+        str | None,
+        typer.Option(
+            metavar="VARIABLE",
+            help="Environment variable with the token clients must send; needed beyond loopback.",
+        ),
+    ] = None,
+    overrides: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set",
+            metavar="OPTION=VALUE",
+            help="An option of the task, or of its sandboxes (sandbox.wall_s=10). May be repeated.",
+        ),
+    ] = None,
+    rollouts: Annotated[
+        int, typer.Option(metavar="N", min=1, help="Rollouts in flight before more are refused.")
+    ] = 1024,
+    no_isolation: Annotated[
+        bool,
+        typer.Option(
+            "--no-isolation",
+            help="Let model-written commands run unprotected where no sandbox works. Unsafe.",
+        ),
+    ] = False,
+) -> int:
+    """Serve a task over HTTP until Ctrl-C, for runs on this machine or others.
+
+    A recipe names it with `service = "http://..."` in [tasks.NAME]; docs/task-services.md describes
+    the protocol.
+    """
+    from headrace.task_serving import ServeTaskOptions, serve_task
+
+    options = ServeTaskOptions(
+        host=host,
+        port=port,
+        token_env=token_env,
+        overrides=tuple(overrides or ()),
+        rollouts=rollouts,
+        no_isolation=no_isolation,
+    )
+    return serve_task(name, options)
 
 
 @app.command()

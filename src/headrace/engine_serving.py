@@ -13,15 +13,16 @@ import msgspec
 from rich.console import Console
 from rich.markup import escape
 
-from headrace.cluster.local import LocalCluster, available_cores
+from headrace.cluster.local import available_cores
 from headrace.engine.app import create_engine_app
-from headrace.engine.client import ProcessEngine
 from headrace.engine.config import EngineConfig
 from headrace.engine.doorway import Limits
 from headrace.errors import UserError
 from headrace.http_server import HttpServer
 from headrace.model.config import ModelConfig
-from headrace.serving import DECODE_SLOWDOWN, cancel_on_signals, find_checkpoint
+from headrace.replicas import ReplicatedEngine, open_embedded, share_cores
+from headrace.served_engine import DECODE_SLOWDOWN
+from headrace.serving import cancel_on_signals, find_checkpoint
 
 _DEFAULT_CONTEXT = 2048
 """Tokens per request unless asked for more: the cache is sized by it."""
@@ -32,7 +33,8 @@ class EngineOptions(msgspec.Struct, frozen=True):
 
     Attributes:
         max_context: tokens of prompt + output; None takes the model's limit, at most 2048.
-        threads: compute threads; None uses every core.
+        threads: compute threads; None uses every core. Replicas divide them.
+        replicas: engines that share the requests; all else but threads is of each.
     """
 
     dtype: str = "float32"
@@ -43,6 +45,7 @@ class EngineOptions(msgspec.Struct, frozen=True):
     cache_tokens: int = 0
     draft_tokens: int = 0
     threads: int | None = None
+    replicas: int = 1
 
 
 def engine_config(checkpoint: Path, options: EngineOptions) -> EngineConfig:
@@ -137,32 +140,33 @@ async def _serve(
 ) -> None:
     cancel_on_signals()
     config = engine_config(checkpoint, options)
-    cores = available_cores()
-    threads = options.threads or len(cores)
-    if threads > len(cores):
-        raise UserError(f"--threads {threads}: only {len(cores)} cores are usable here")
+    shares = share_cores(available_cores(), options.threads, options.replicas)
+
+    def report(words: str) -> None:
+        console.print(words, style="yellow", markup=False, highlight=False, soft_wrap=True)
+
     with contextlib.suppress(asyncio.CancelledError):
         async with contextlib.AsyncExitStack() as stack:
-            cluster = LocalCluster()
-            stack.push_async_callback(cluster.close)
-            engine = ProcessEngine(
-                cluster, config, checkpoint=str(checkpoint), cores=cores[:threads], threads=threads
+            engine = await stack.enter_async_context(
+                open_embedded(checkpoint, config, shares, report=report)
             )
-            stack.push_async_callback(engine.close)
             # As many as the engine takes, and as many again whose answers are on their way.
-            limits = Limits(open=2 * (config.max_running + config.max_waiting))
+            limits = Limits(open=2 * (config.max_running + config.max_waiting) * options.replicas)
             app = create_engine_app(engine, api_key=api_key, limits=limits)
             # The port comes first: when it is taken, nobody waits for weights to load.
             server = await HttpServer.start(app, host=host, port=port, name="engine")
             stack.push_async_callback(server.stop)
             console.print(f"Loading {escape(str(checkpoint))} ...", soft_wrap=True)
             await engine.start()
-            for name, value in {
+            shown = {
                 "URL": server.url,
                 "API key": api_key or "none",
                 "context": f"{config.max_context} tokens",
                 "document": f"{server.url}/openapi.json",
-            }.items():
+            }
+            if isinstance(engine, ReplicatedEngine):
+                shown["replicas"] = engine.words
+            for name, value in shown.items():
                 console.print(f"{name:>9}  {escape(value)}", highlight=False, soft_wrap=True)
             console.print("Ctrl-C stops it.")
             await asyncio.Event().wait()

@@ -25,7 +25,7 @@ from headrace.rollout.replica import Weights
 from headrace.rollout.router import Router
 from headrace.tokens.renderer import ChatRenderer, create_renderer
 
-_HEALTH = HealthPolicy(beat_timeout_s=10.0, stuck_s=120.0)
+HEALTH = HealthPolicy(beat_timeout_s=10.0, stuck_s=120.0)
 """An engine answers between two steps, which take seconds when a long prompt meets few cores."""
 
 
@@ -205,7 +205,7 @@ def new_policy(
             raise
         return engine
 
-    router = Router(Weights(str(checkpoint), version), policy=_HEALTH, report=report)
+    router = Router(Weights(str(checkpoint), version), policy=HEALTH, report=report)
     for i, owned in enumerate(cores.shares()):
         name = f"engine-{i}"
         router.add(

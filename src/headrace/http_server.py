@@ -9,6 +9,8 @@ nothing of what the app does. Signals stay with the process that owns the loop.
 import asyncio
 import contextlib
 import functools
+import ipaddress
+import resource
 import socket
 from collections.abc import Generator
 from typing import Any, cast
@@ -24,6 +26,8 @@ _START_S = 10.0
 _DRAIN_S = 2.0
 """Seconds that open requests get when the server stops."""
 _KEEP_ALIVE_S = 75
+_OTHER_DESCRIPTORS = 1024
+"""Of this process, beside two for each connection, as its clients may be here as well."""
 _PROBE_S = 30
 """Idle seconds after which the kernel asks whether the other end is still there."""
 
@@ -215,8 +219,10 @@ class HttpServer:
         Raises:
             UserError: the port is in use or the address cannot be bound.
         """
+        limits = limits or ConnectionLimits()
+        _allow_descriptors(_OTHER_DESCRIPTORS + 2 * limits.connections)
         sock = _bind(host, port, name)
-        protocol = functools.partial(_Connection, limits=limits or ConnectionLimits())
+        protocol = functools.partial(_Connection, limits=limits)
         config = uvicorn.Config(
             app,
             loop="none",
@@ -257,6 +263,25 @@ class HttpServer:
             await asyncio.wait({task}, timeout=_DRAIN_S)
         elif not task.cancelled():
             task.result()
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches the address."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def _allow_descriptors(count: int) -> None:
+    """Let this process have so many open files, as far as the system permits it; the usual limit is
+    1024, at which connections would fail one by one."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = count if hard == resource.RLIM_INFINITY else min(count, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def _bind(host: str, port: int, name: str) -> socket.socket:

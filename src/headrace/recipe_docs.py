@@ -19,10 +19,12 @@ from headrace.recipe import (
     LanguageStage,
     Objective,
     ObjectiveTable,
+    RatiosTable,
     Recipe,
     StageTable,
     SupervisedStage,
     Table,
+    TaskRatio,
     stage_kinds,
     tables_in,
 )
@@ -61,8 +63,9 @@ A run writes its resolved recipe, defaults included, to `recipe.json` in the run
 trained from random weights here, "chatml" the format of checkpoints such as SmolLM2, any
 other name is a renderer of the `renderers` library; "auto" looks at the checkpoint.
 
-`[tasks.NAME]` holds the options of a task service, which checks them itself; those of `terminal`
-and `reasoning` are described in [tasks.md](tasks.md).
+`[tasks.NAME]` says where a task service runs ([task-services.md](task-services.md)) and holds its
+options, which it checks itself; those of `terminal` and `reasoning` are described in
+[tasks.md](tasks.md).
 """
 
 
@@ -120,6 +123,8 @@ def _tables() -> list[tuple[str, type[Table]]]:
     for name, kind in stage_kinds().items():
         sections.append((f'[[stages]] with kind = "{name}"', kind))
     sections.append(("[[stages.context]] of midtrain", ContextStep))
+    sections.append(("[stages.tasks.NAME] of agentic_rl", TaskRatio))
+    sections.append(("[stages.ratios] of agentic_rl", RatiosTable))
     sections.append(("[stages.objective] of agentic_rl, every kind", ObjectiveTable))
     for table in tables_in(Objective):
         (kind,) = typing.get_args(table.model_fields["kind"].annotation)

@@ -47,7 +47,8 @@ from headrace.stages.checks import check_recipe
 from headrace.stages.context import held_out_instances, next_version, training_folder
 from headrace.stages.measuring import measure_model
 from headrace.stages.new_model import start_checkpoint
-from headrace.system import System, open_system, open_tasks, placement
+from headrace.system import System, open_system, placement
+from headrace.task_services import check_tasks, open_tasks
 from headrace.tasks.types import TaskService
 
 START = "start"
@@ -64,8 +65,6 @@ def plan(recipe: Recipe) -> list[str]:
     Raises:
         UserError: something in the recipe cannot work on this machine.
     """
-    from headrace.tasks.registry import create_task
-
     cores = placement(recipe)
     model = recipe.model
     if model.preset is not None:
@@ -79,8 +78,7 @@ def plan(recipe: Recipe) -> list[str]:
     else:
         source = f"checkpoint {model.path}"
         _check_model_path("model.path", str(model.path))
-    for name in task_names(recipe) | set(recipe.tasks):
-        create_task(name, recipe.tasks.get(name, {}), None)
+    check_tasks(recipe, task_names(recipe))
     check_recipe(recipe)
     lines = [
         f"recipe {recipe.name}, seed {recipe.seed}",
@@ -184,7 +182,13 @@ class _Run:
             if names := task_names(recipe):
                 # A run without tasks needs no sandbox, which not every machine has.
                 _, self.tasks = await stack.enter_async_context(
-                    open_tasks(recipe, names, no_isolation=self.no_isolation)
+                    open_tasks(
+                        recipe,
+                        names,
+                        no_isolation=self.no_isolation,
+                        log_dir=self.dir / "logs",
+                        report=self._say,
+                    )
                 )
             self.view = stack.enter_context(
                 LiveView(
@@ -192,6 +196,7 @@ class _Run:
                     [s.name for s in recipe.stages],
                     self.dir,
                     budgets={s.name: s.seconds for s in recipe.stages if s.seconds},
+                    tasks=recipe.evaluation.task_names if recipe.evaluation else (),
                 )
             )
             self.evaluations = [
@@ -335,6 +340,11 @@ class _Run:
             raise UserError(f"the engine failed ({error}); {remedy}") from error
         except TimeoutError as error:
             raise UserError(f"{who} did not answer in time; {remedy}") from error
+
+    def _say(self, words: str) -> None:
+        """Show a sentence; a task service may be lost before there is a view."""
+        if hasattr(self, "view"):
+            self.view.message(words)
 
     # -- measuring --------------------------------------------------------------------------
 

@@ -1,7 +1,7 @@
 """Everything that makes rollouts possible, started and stopped together.
 
-Sandboxes, task services, the engine's process, the gateway and the runner, wired as a recipe says.
-Used by runs, benchmarks and tests; it knows nothing of stages or training.
+The engine's process, the gateway and the runner, wired as a recipe says, around the task services
+of `task_services.py`. Used by runs, benchmarks and tests; it knows nothing of stages or training.
 """
 
 import contextlib
@@ -18,15 +18,13 @@ from headrace.gateway.context import ContextPolicy
 from headrace.gateway.gateway import Gateway
 from headrace.gateway.history import ignore_lines
 from headrace.gateway.server import GatewayServer
-from headrace.recipe import Recipe
+from headrace.http_server import ConnectionLimits
+from headrace.recipe import AgenticRlStage, Recipe
 from headrace.recipe.tables import GatewayTable
 from headrace.rollout.ledger import Ledger
 from headrace.rollout.router import Router
 from headrace.rollout.runner import RolloutRunner
 from headrace.rollout.types import SessionLimits
-from headrace.sandbox import open_provider
-from headrace.sandbox.types import Limits, SandboxProvider
-from headrace.tasks.registry import create_task
 from headrace.tasks.types import TaskService
 from headrace.tokens.renderer import ChatRenderer, create_renderer
 from headrace.tokens.thinking import Thinking, ThinkingMode, request_renderer
@@ -71,39 +69,6 @@ def placement(recipe: Recipe) -> Placement:
         replicas=recipe.engine.replicas,
         models=models,
     )
-
-
-@contextlib.asynccontextmanager
-async def open_tasks(
-    recipe: Recipe, names: set[str], *, no_isolation: bool
-) -> AsyncIterator[tuple[SandboxProvider, dict[str, TaskService]]]:
-    """Sandboxes and the named task services.
-
-    Raises:
-        UserError: unknown task or option, or no isolation on this machine.
-    """
-    box = recipe.sandbox
-    limits = Limits(
-        wall_s=box.wall_s,
-        cpu_s=box.wall_s,
-        processes=box.processes,
-        memory_mb=box.memory_mb,
-        output_bytes=box.output_bytes,
-        disk_mb=box.disk_mb,
-    )
-    for name in names | set(recipe.tasks):
-        create_task(name, recipe.tasks.get(name, {}), None)  # mistakes before anything starts
-    kind = "none" if no_isolation and box.kind in ("auto", "none") else box.kind
-    provider = open_provider(kind, limits)
-    services = {name: create_task(name, recipe.tasks.get(name, {}), provider) for name in names}
-    try:
-        yield provider, services
-    finally:
-        for service in services.values():
-            close = getattr(service, "close", None)
-            if close is not None:
-                await close()
-        await provider.close()
 
 
 class System:
@@ -176,10 +141,14 @@ async def open_system(
             on_close=engine.release if isinstance(engine, Router) else None,
             request_timeout_s=recipe.rollout.timeout_s,
             default_max_tokens=recipe.rollout.max_tokens,
+            max_running=most_requests(recipe),
             **_gateway_options(recipe.gateway, renderer),
         )
         server = await GatewayServer.start(
-            gateway, host=recipe.gateway.host, port=recipe.gateway.port
+            gateway,
+            host=recipe.gateway.host,
+            port=recipe.gateway.port,
+            limits=ConnectionLimits(connections=most_requests(recipe)),
         )
         stack.push_async_callback(server.stop)
         runner = RolloutRunner(
@@ -203,6 +172,15 @@ async def open_system(
             runner=runner,
             renderer=renderer,
         )
+
+
+def most_requests(recipe: Recipe) -> int:
+    """Requests that the gateway has to take at once: twice as many as there are rollouts, as an
+    agent may make several, and never fewer than 1024."""
+    rollouts = [s.concurrency for s in recipe.stages if isinstance(s, AgenticRlStage)]
+    if recipe.evaluation is not None:
+        rollouts.append(recipe.evaluation.concurrency)
+    return max(1024, 2 * max(rollouts, default=0))
 
 
 def _gateway_options(table: GatewayTable, renderer: ChatRenderer) -> dict[str, Any]:

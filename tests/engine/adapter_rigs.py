@@ -24,6 +24,11 @@ from headrace.engine.vllm import VllmEngine
 from headrace.model.checkpoint import load_checkpoint, save_checkpoint
 
 CONTEXT = 512
+LONG = 400
+"""Tokens of a request that is to be running when something happens to it."""
+REAL_CONTEXT = 32768
+REAL_LONG = 32000
+"""The same for a real server, whose speed is anything: half a minute where it is fastest."""
 MAX_OPEN = 6
 VLLM_PYTHON = os.environ.get("HEADRACE_VLLM_PYTHON")
 
@@ -38,7 +43,7 @@ def save_tiny(folder: Path, seed: int) -> Path:
         num_kv_heads=1,
         head_dim=32,
         intermediate_size=128,
-        max_positions=CONTEXT,
+        max_positions=REAL_CONTEXT,
     )
     save_checkpoint(model, path)
     return path
@@ -71,6 +76,8 @@ class Rig:
 
     Attributes:
         engine: what is tested.
+        context: most tokens of a request.
+        long: tokens of a request that nobody waits for.
         exact: whether it stamps versions, rather than bounding them.
         server: the fake behind it.
         core: the embedded engine.
@@ -85,6 +92,9 @@ class Rig:
         core: HeldCore | None = None,
     ) -> None:
         self.engine: EngineClient = engine
+        real = server is None and core is None
+        self.context = REAL_CONTEXT if real else CONTEXT
+        self.long = REAL_LONG if real else LONG
         self.exact = exact
         self.server = server
         self.core = core
@@ -94,11 +104,7 @@ class Rig:
         if self.server is not None:
             return self.server.sampled
         if isinstance(self.engine, VllmEngine):
-            async with httpx.AsyncClient() as client:
-                text = (await client.get(f"{self.engine.url}/metrics")).text
-            found = re.search(r"^vllm:generation_tokens_total\{.*\} (\S+)$", text, re.MULTILINE)
-            assert found is not None
-            return int(float(found[1]))
+            return await sampled_by_vllm(self.engine.url)
         return (await self.engine.stats())["tokens_sampled"]
 
     async def running(self, tokens: int = 3) -> None:
@@ -108,9 +114,18 @@ class Rig:
             goal = self.core.hold_at = self.core.stats().tokens_sampled + tokens
         else:
             goal = await self.sampled() + tokens
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):
             while await self.sampled() < goal:  # noqa: ASYNC110  # counters, of servers too
                 await asyncio.sleep(0.002)
+
+
+async def sampled_by_vllm(url: str) -> int:
+    """Tokens that a real server has sampled, of unfinished requests too."""
+    async with httpx.AsyncClient(timeout=60) as client:
+        text = (await client.get(f"{url}/metrics")).text
+    found = re.search(r"^vllm:generation_tokens_total\{.*\} (\S+)$", text, re.MULTILINE)
+    assert found is not None
+    return int(float(found[1]))
 
 
 def vllm(fake: VllmFake, path: Path, **options: Any) -> VllmEngine:

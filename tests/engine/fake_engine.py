@@ -46,6 +46,7 @@ class FakeEngine:
         self.stats_gate.set()
         self.stats_error: Exception | None = None
         self.stats_calls = 0
+        self.more_stats: dict[str, Any] = {}
         self._running: dict[str, asyncio.Event] = {}
 
     async def until(self, condition: Callable[[], object]) -> None:
@@ -148,6 +149,7 @@ class FakeEngine:
             "busy_s": 1.5,
             "restarts": 3,
             "pid": 1,
+            **self.more_stats,
         }
 
     async def close(self) -> None:

@@ -9,7 +9,7 @@ import math
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from adapter_rigs import CONTEXT, MAX_OPEN, VLLM_PYTHON, Rig, rig, save_tiny
+from adapter_rigs import MAX_OPEN, VLLM_PYTHON, Rig, rig, save_tiny
 from engine_harness import VOCAB, ask, greedy_reference, logprobs, output
 
 from headrace.engine.server_commands import vllm_command, vllm_environment
@@ -21,7 +21,6 @@ from headrace.model.checkpoint import load_checkpoint
 from headrace.rollout.types import FinishReason
 
 PROMPT = (5, 17, 3, 60)
-LONG = 400
 
 
 @pytest.fixture(scope="module")
@@ -156,7 +155,7 @@ async def test_alternatives_and_scores_of_the_prompt_are_raw(made):
 
 
 async def test_the_context_bounds_an_output(made):
-    prompt = tuple(i % VOCAB for i in range(CONTEXT - 5))
+    prompt = tuple(i % VOCAB for i in range(made.context - 5))
     result = await made.engine.generate(ask("a", prompt, max_tokens=50))
     assert result.finish_reason is FinishReason.LENGTH
     assert len(output(result)) == 5
@@ -166,8 +165,8 @@ async def test_the_context_bounds_an_output(made):
 
 
 async def test_what_cannot_run_is_refused_and_the_engine_lives_on(made):
-    assert made.engine.max_context == CONTEXT
-    assert await refused(made, ask("long", [1] * CONTEXT)) == EngineError.TOO_LONG
+    assert made.engine.max_context == made.context
+    assert await refused(made, ask("long", [1] * made.context)) == EngineError.TOO_LONG
     for name, request in {
         "id": ask("id", (1, VOCAB)),
         "empty": ask("empty", ()),
@@ -181,7 +180,7 @@ async def test_what_cannot_run_is_refused_and_the_engine_lives_on(made):
 
 async def test_an_id_is_used_once_and_too_many_requests_are_refused(made):
     long = [
-        asyncio.create_task(made.engine.generate(ask(f"r{i}", PROMPT, max_tokens=LONG)))
+        asyncio.create_task(made.engine.generate(ask(f"r{i}", PROMPT, max_tokens=made.long)))
         for i in range(MAX_OPEN)
     ]
     await made.running()
@@ -202,24 +201,24 @@ async def test_closed_is_closed(made):
 
 
 async def test_an_abort_hands_over_what_was_sampled(made):
-    whole = asyncio.create_task(made.engine.generate(ask("a", PROMPT, max_tokens=LONG)))
+    whole = asyncio.create_task(made.engine.generate(ask("a", PROMPT, max_tokens=made.long)))
     await made.running()
     await made.engine.abort("unknown")
     await made.engine.abort("a")
     result = await whole
     assert result.finish_reason is FinishReason.ABORTED
-    assert 0 < len(output(result)) < LONG
+    assert 0 < len(output(result)) < made.long
     assert len(logprobs(result)) == len(output(result))
 
 
 async def test_a_deadline_ends_a_request(made):
-    result = await made.engine.generate(ask("a", PROMPT, max_tokens=LONG, timeout_s=0.05))
+    result = await made.engine.generate(ask("a", PROMPT, max_tokens=made.long, timeout_s=0.05))
     assert result.finish_reason is FinishReason.DEADLINE
-    assert len(output(result)) < LONG
+    assert len(output(result)) < made.long
 
 
 async def test_a_cancelled_request_is_ended_at_the_engine(made):
-    gone = asyncio.create_task(made.engine.generate(ask("a", PROMPT, max_tokens=LONG)))
+    gone = asyncio.create_task(made.engine.generate(ask("a", PROMPT, max_tokens=made.long)))
     await made.running()
     gone.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -244,12 +243,14 @@ async def test_who_watches_sees_the_tokens_of_the_result(made):
 
 async def test_running_requests_go_on_over_new_weights(made, checkpoints):
     old = made.engine.weight_version
-    running = asyncio.create_task(made.engine.generate(ask("a", PROMPT, max_tokens=LONG)))
+    running = asyncio.create_task(made.engine.generate(ask("a", PROMPT, max_tokens=made.long)))
     await made.running()
     await made.engine.load_weights(str(checkpoints[1]), old + 1)
     assert made.engine.weight_version == old + 1
+    await made.running()
+    await made.engine.abort("a")
     result = await running
-    assert result.finish_reason is FinishReason.LENGTH
+    assert result.finish_reason is FinishReason.ABORTED
     bounds = [(low, high) for _, low, high in tokens(result)]
     if made.exact:
         assert sorted(set(bounds)) == [(old, old), (old + 1, old + 1)]
@@ -263,13 +264,17 @@ async def test_running_requests_go_on_over_new_weights(made, checkpoints):
 
 async def test_or_begin_again(made, checkpoints):
     old = made.engine.weight_version
-    asked = {"max_tokens": LONG, "temperature": 1.0, "seed": 11}
+    asked = {"max_tokens": made.long, "temperature": 1.0, "seed": 11}
     seen: list[Progress] = []
     running = asyncio.create_task(made.engine.generate(ask("a", PROMPT, **asked), seen.append))
     await made.running()
     await made.engine.load_weights(str(checkpoints[1]), old + 1, "requeue")
+    await made.running()
+    await made.engine.abort("a")
     result = await running
+    assert result.finish_reason is FinishReason.ABORTED
     assert {(low, high) for _, low, high in tokens(result)} == {(old + 1, old + 1)}
+    asked["max_tokens"] = len(output(result))
     again = await made.engine.generate(ask("b", PROMPT, **asked))
     assert output(again) == output(result)
     last = max((i for i, part in enumerate(seen) if part.restart), default=0)

@@ -498,6 +498,7 @@ async def test_health_tells_ok_unresponsive_and_closed_apart(serve: Serve):
             "running": 0,
             "waiting": 0,
             "restarts": 3,
+            "replicas": None,
         },
     )
     engine.stats_gate.clear()
@@ -571,8 +572,13 @@ async def test_the_documented_commands_work(serve: Serve):
 
 
 async def test_the_documented_metrics_are_those_that_are_shown(serve: Serve):
-    _, client = await serve()
+    engine, client = await serve()
+    replica = {"name": "engine-0", "state": "serving", "last_fault": None}
+    replica |= {"version": 2, "sessions": 3, "requests": 4, "restarts": 5}
+    engine.more_stats = {"replicas": [replica]}
+    assert (await client.get("/health")).json()["replicas"] == [replica]
     text = (await client.get("/metrics")).text
+    assert 'headrace_engine_replica_restarts_total{replica="engine-0"} 5.0' in text
     shown = {family.name for family in text_string_to_metric_families(text)}
     shown = {name for name in shown if not name.endswith("_created")}
     shown |= {metric.name.removesuffix("_total") for metric in ENGINE_METRICS.values()}

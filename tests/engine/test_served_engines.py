@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import uvicorn
-from adapter_rigs import VLLM_PYTHON, save_tiny
+from adapter_rigs import REAL_CONTEXT, REAL_LONG, VLLM_PYTHON, sampled_by_vllm, save_tiny
 from engine_harness import ask, output, tiny_model
 from tokenizers import Tokenizer
 from toy_server import until
@@ -20,7 +20,7 @@ from headrace.engine.http_engine import HttpEngine
 from headrace.engine.types import EngineError, GenerationRequest, SamplingParams
 from headrace.model.checkpoint import save_checkpoint
 from headrace.rollout.types import FinishReason
-from headrace.serving import ServeOptions, open_engine
+from headrace.served_engine import ServeOptions, open_engine
 
 
 async def test_a_running_server_is_used_as_an_engine(tmp_path):
@@ -32,7 +32,7 @@ async def test_a_running_server_is_used_as_an_engine(tmp_path):
     serving = asyncio.create_task(server.serve())
     await until(lambda: server.started)
     port = server.servers[0].sockets[0].getsockname()[1]
-    options = ServeOptions(engine="vllm", engine_url=f"http://127.0.0.1:{port}")
+    options = ServeOptions(engine="vllm", engine_urls=(f"http://127.0.0.1:{port}",))
     try:
         async with open_engine(checkpoint, options) as engine:
             await engine.start()
@@ -64,6 +64,7 @@ def talking(tmp_path_factory):
     folder = tmp_path_factory.mktemp("talking")
     train_tokenizer(["count the lines of a file"] * 4, 300).save(folder / "tokenizer")
     sizes = {"hidden_size": 64, "num_heads": 2, "num_kv_heads": 1, "head_dim": 32}
+    sizes["max_positions"] = REAL_CONTEXT
     model = tiny_model(0, vocab_size=300, **sizes)
     save_checkpoint(model, folder / "model", tokenizer_from=folder / "tokenizer")
     return folder / "model"
@@ -101,8 +102,12 @@ async def test_real_vllm_stops_at_a_text_and_its_death_is_noticed(talking):
         )
         assert output(result) == (letter,) * 3
         assert (result.finish_reason, result.stop) == (FinishReason.STOP, "lll")
-        asked = asyncio.create_task(engine.generate(ask("lost", (1, 2, 3), max_tokens=200)))
-        await asyncio.sleep(0)
+        goal = await sampled_by_vllm(engine.url) + 1
+        lost = ask("lost", (1, 2, 3), max_tokens=REAL_LONG)
+        asked = asyncio.create_task(engine.generate(lost))
+        async with asyncio.timeout(60):
+            while await sampled_by_vllm(engine.url) < goal:  # noqa: ASYNC110  # a server's counter
+                await asyncio.sleep(0.01)
         for pid in processes_naming(talking):
             if pid != server.pid:
                 os.kill(pid, signal.SIGKILL)

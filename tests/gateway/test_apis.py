@@ -380,7 +380,7 @@ async def test_completions_continue_a_text_and_their_own_tokens(
     assert running.calls[1].prompt_delta == (5,)
     stream = await client.completions.create(model="tiny", prompt="one", stream=True)
     assert "".join([chunk.choices[0].text async for chunk in stream]) == "é, two"
-    for fields in ({"echo": True}, {"suffix": "x"}, {"best_of": 3}):
+    for fields in ({"echo": True, "stream": True}, {"suffix": "x"}, {"best_of": 3}):
         with pytest.raises(openai.BadRequestError, match="not supported"):
             await client.completions.create(model="tiny", prompt="x", **fields)  # type: ignore[call-overload]
 

@@ -220,3 +220,52 @@ def test_bars_fill_in_eighths() -> None:
     assert bar(0.53125, 4) == "██▏ "
     assert bar(7.0, 3) == "███"
     assert bar(-1.0, 3) == "   "
+
+
+TASKS = {
+    "task.terminal.share": 0.61,
+    "task.terminal.target": 0.65,
+    "task.terminal.trained_share": 0.5,
+    "task.terminal.reward_mean": 0.42,
+    "task.terminal.rollouts_per_s": 3.5,
+    "task.terminal.rollout_s_p50": 12.4,
+    "task.terminal.rollouts_in_flight": 40.0,
+    "task.reasoning.share": 0.39,
+    "task.reasoning.target": 0.35,
+    "task.reasoning.rollouts_per_s": 9.0,
+    "task.reasoning.rollouts_in_flight": 8.0,
+}
+
+
+def test_tasks_of_one_stage_have_a_line_each_and_evaluations_name_theirs() -> None:
+    console = Console(width=100, height=50, record=True, file=io.StringIO(), color_system=None)
+    view = LiveView(
+        "mix", ["rl"], Path("x"), True, console=console, tasks=("terminal", "reasoning")
+    )
+    for task in ("terminal", "reasoning"):
+        view.evaluation({**EVALUATION, "task": task})
+    view.stage_started("rl", "agentic_rl", 200.0)
+    view.metrics("rl", 1, {**RL_METRICS, **TASKS})
+    console.print(view.render())
+    text = console.export_text()
+    (terminal,) = [line for line in text.splitlines() if line.startswith("│ terminal")]
+    assert "61% of groups, target 65% · success 42% · 3.5 rollouts/s · 12 s each" in terminal
+    (reasoning,) = [line for line in text.splitlines() if line.startswith("│ reasoning")]
+    assert "39% of groups, target 35% · 9 rollouts/s · 8 in flight" in reasoning
+    assert "held-out success terminal after sft" in text
+    assert "held-out success reasoning after sft" in text
+
+
+def test_the_plain_log_tells_tasks_apart() -> None:
+    console = Console(width=400, record=True, file=io.StringIO(), color_system=None)
+    clock = Clock()
+    tasks = ("terminal", "reasoning")
+    view = LiveView("mix", ["rl"], Path("x"), False, console=console, tasks=tasks, clock=clock)
+    with view:
+        view.stage_started("rl", "agentic_rl", 200.0)
+        clock.now = 11.0
+        view.metrics("rl", 1, {**RL_METRICS, **TASKS})
+        view.evaluation({**EVALUATION, "task": "reasoning"})
+    text = console.export_text()
+    assert "· terminal 61% reward 0.42 · reasoning 39%" in text
+    assert "evaluation reasoning after sft: 52.0%" in text

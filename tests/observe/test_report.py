@@ -154,6 +154,27 @@ def test_a_greedy_measurement_does_not_displace_the_sampled_one(finished_run: Pa
     assert "after rl, greedy" in Page(write_report(finished_run).read_text(encoding="utf-8")).text
 
 
+def test_every_task_has_its_own_change_and_labels(finished_run: Path) -> None:
+    summary = json.loads((finished_run / "summary.json").read_text())
+    first = summary["evaluations"]
+    task = first[0]["task"]
+    lost = dict.fromkeys(first[0]["instances"], 0)
+    other = [{**e, "task": "other", "success": 0.0, "instances": lost} for e in first]
+    both = [e for pair in zip(first, other, strict=True) for e in pair]
+    (finished_run / "summary.json").write_text(json.dumps({**summary, "evaluations": both}))
+    with open_run(finished_run) as run:
+        changes = {c.task: c.change.difference for c in run.headlines()}
+        assert list(changes) == [task, "other"]
+        assert changes["other"] == 0.0 != changes[task]
+        assert run.headline() == run.headlines()[0]
+        compared = [(c.task, c.stage) for c in run.comparisons()]
+        assert len(set(compared)) * 2 > len(compared) > 2
+    text = Page(write_report(finished_run).read_text(encoding="utf-8")).text
+    assert f"{task} after rl" in text
+    assert "other after rl" in text
+    assert "success on other changed by" in text
+
+
 def test_a_directory_that_is_no_run(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="not a run directory"):
         write_report(tmp_path)

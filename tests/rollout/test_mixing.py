@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.errors import UserError
-from headrace.rollout.mixing import MOST_SKIPS, HeldOut, TaskMix, TaskShare
+from headrace.rollout.mixing import MOST_OWED, MOST_SKIPS, HeldOut, TaskMix, TaskShare
 from headrace.tasks.types import TaskInstance
 
 
@@ -95,3 +95,74 @@ async def test_a_task_with_nothing_left_is_an_error():
 def test_bad_shares_are_refused(ratios):
     with pytest.raises(ValueError, match="ratios above 0"):
         TaskMix([FewQuestions(f"t{i}", 1).share(r) for i, r in enumerate(ratios)])
+
+
+async def test_ratios_that_change_count_from_then_on():
+    """The past is settled by the ratios of its time: no burst makes up for it."""
+    tasks = [FewQuestions(n, 9) for n in "ab"]
+    mix = TaskMix([t.share() for t in tasks])
+    await take(mix, 40)
+    mix.retarget({"a": 0.9, "b": 0.1})
+    assert [i.task for i in await take(mix, 40)].count("a") == 36
+    assert mix.wanted_share_of("a") == pytest.approx(0.7)
+    assert mix.share_of("a") == pytest.approx(0.7)
+    assert mix.targets == {"a": 0.5, "b": 0.5}
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.lists(st.floats(0.05, 10.0), min_size=2, max_size=4),
+    st.lists(st.sets(st.integers(0, 3)), min_size=100, max_size=300),
+)
+async def test_room_that_full_tasks_leave_goes_to_others_and_is_owed(ratios, histories):
+    """Who is free gets the group; debts sum to nothing and stay bounded, whoever is full."""
+    mix = TaskMix([FewQuestions(f"t{i}", 9).share(r) for i, r in enumerate(ratios)])
+    for full in histories:
+        names = {f"t{i}" for i in full}
+        name = mix.choose(names)
+        if name is None:
+            assert names >= set(mix.ratios)
+            continue
+        assert name not in names
+        await mix.next(name)
+    owed = [account[3] for account in mix.state.values()]
+    assert sum(owed) == pytest.approx(0.0, abs=1e-6)
+    assert max(owed) <= MOST_OWED + 1
+    wanted = sum(account[2] for account in mix.state.values())
+    assert wanted == pytest.approx(mix.groups)
+
+
+async def test_a_task_that_was_full_long_does_not_fill_batches_afterwards():
+    tasks = [FewQuestions(n, 9) for n in "abc"]
+    mix = TaskMix([tasks[0].share(2.0), tasks[1].share(2.0), tasks[2].share(1.0)])
+    during = [(await mix.next(mix.choose({"a"}))).task for _ in range(3000)]
+    # The others keep their own ratio, 2 to 1.
+    assert during[-300:].count("b") == pytest.approx(200, abs=2)
+    after = [i.task for i in await take(mix, 200)]
+    assert after[:30] == ["a"] * 30
+    assert after[-50:].count("a") == pytest.approx(20, abs=1)
+
+
+async def test_what_trained_is_counted_and_kept():
+    tasks = [FewQuestions(n, 9) for n in "ab"]
+    mix = TaskMix([t.share() for t in tasks])
+    assert mix.trained_share_of("a") is None
+    await take(mix, 4)
+    mix.trained("a", 3)
+    mix.trained("b", 1)
+    again = TaskMix([t.share() for t in tasks], state=mix.state)
+    assert again.trained_share_of("a") == 0.75
+    # What older versions kept: positions and groups.
+    older = TaskMix([t.share() for t in tasks], state={"a": [9, 9], "b": [7, 7]})
+    assert [i.task for i in await take(older, 4)] == ["b", "b", "a", "b"]
+
+
+async def test_nothing_is_booked_before_an_instance_is_found():
+    """Another writer may save the state while a problem is being looked at."""
+    task = FewQuestions("a", 7)
+    mix = TaskMix([task.share()], held_out=HeldOut({"a": task}, [task.instance(1)]))
+    before = mix.state
+    work = mix.next()
+    work.send(None)  # up to where it waits for the content
+    assert mix.state == before
+    work.close()

@@ -3,20 +3,20 @@
 import asyncio
 import itertools
 
+import msgspec
 import pytest
 
 from headrace.errors import UserError
 from headrace.rollout.evaluation import evaluate
 from headrace.rollout.ledger import Ledger
 from headrace.rollout.mixing import HeldOut, TaskMix, TaskShare
-from headrace.rollout.orchestrator import (
-    FAILURES_IN_A_ROW,
-    RolloutSource,
-    SourceConfig,
-    cursor_key,
-)
+from headrace.rollout.orchestrator import RolloutSource, SourceConfig
+from headrace.rollout.pausing import FAILURES_IN_A_ROW, TaskPauses
+from headrace.rollout.ratios import AdaptiveRatios, RatioRule, TaskBounds
 from headrace.rollout.runner import RolloutRunner, Ticket
+from headrace.rollout.sharing import cursor_key, ratios_key
 from headrace.rollout.types import Call, DropReason, FinishReason, Outcome, ParseState, Span
+from headrace.stages.task_metrics import ratio_errors
 from headrace.tasks.types import Endpoint, RolloutResult, TaskInstance
 
 TIMEOUT = 20.0
@@ -240,16 +240,29 @@ async def test_an_environment_that_always_fails_ends_the_stage_with_its_reason(l
         raise OSError("no sandbox")
 
     _, source = build(ledger, ScriptedTask(script))
+    source.pauses = TaskPauses(["toy"], first_pause_s=0.01, give_up_s=0.05)
     source.start()
-    with pytest.raises(UserError, match=r"in a row .* OSError: no sandbox"):
+    with pytest.raises(UserError, match=r"has worked for 0.05 s.* OSError: no sandbox"):
         await source.cut(1, TIMEOUT)
     await source.stop()
     assert source.take_window().env_failed >= FAILURES_IN_A_ROW
 
 
-async def test_a_reward_that_is_no_number_is_an_environment_failure(ledger):
+@pytest.mark.parametrize(
+    ("result", "says"),
+    [
+        (RolloutResult(Outcome.OK, {"reward": float("nan")}), "rewards.reward is nan"),
+        (RolloutResult(Outcome.OK, {"reward": 1.01}), "rewards.reward is 1.01"),
+        (RolloutResult(Outcome.OK, {"reward": 1, "x": float("inf")}), "rewards.x is inf"),
+        (RolloutResult(Outcome.AGENT_FAILED), "rewards.reward is missing"),
+        (RolloutResult(Outcome.CANCELLED), "outcome is cancelled"),
+        (RolloutResult(Outcome.ENV_FAILED, detail={"a": object()}), "JSON cannot hold"),
+        (None, "result is None"),
+    ],
+)
+async def test_a_result_that_cannot_be_is_an_environment_failure(ledger, result, says):
     async def script(number, instance):
-        return RolloutResult(Outcome.OK, {"reward": float("nan")})
+        return result
 
     task = ScriptedTask(script)
     gate, _ = build(ledger, task)
@@ -257,7 +270,8 @@ async def test_a_reward_that_is_no_number_is_an_environment_failure(ledger):
     ledger.dispatch("rl", "train", "g", "toy", {}, ["s"])
     finished = await runner.run(Ticket("s", "g", "rl", "train", task.instance(2), 1.0))
     assert finished.session.outcome is Outcome.ENV_FAILED
-    assert "no finite reward" in finished.session.reason
+    assert says in finished.session.reason
+    assert finished.reward is None
 
 
 async def test_a_hanging_task_service_is_cut_off(ledger, monkeypatch):
@@ -398,6 +412,104 @@ async def test_several_tasks_share_a_stage_and_are_counted_apart(ledger):
     saved = ledger.get_state(cursor_key("rl"))
     assert saved["toy"][0] == saved["toy"][1] + 1  # the one that was skipped
     assert saved["other"][0] == saved["other"][1]
+
+
+def named(name: str, script=None) -> ScriptedTask:
+    """A task of its own name."""
+    task = ScriptedTask(script)
+    task.name = name
+    task.instance = lambda seed: TaskInstance(name, seed, "f", 1, 1)
+    return task
+
+
+def source_of(ledger, tasks, shares, *, ratios=None, **changes) -> RolloutSource:
+    """A source of several tasks, by name; `shares` are of ratio and limit."""
+    runner = RolloutRunner(
+        tasks=tasks, gate=ScriptedGate(ledger), ledger=ledger, base_url="", model="m"
+    )
+    mix = TaskMix(
+        [TaskShare(n, r, tasks[n].instance, limit) for n, (r, limit) in shares.items()],
+        state=ledger.get_state(cursor_key("rl")),
+    )
+    config = SourceConfig("rl", 4, 2, changes.pop("concurrency", 32), 9, 1.0, 100, **changes)
+    return RolloutSource(config, runner=runner, ledger=ledger, mix=mix, ratios=ratios)
+
+
+async def test_a_slow_task_takes_no_more_than_its_limit_and_others_take_the_room(ledger):
+    gate = asyncio.Event()
+
+    async def wait(number, instance):
+        await gate.wait()
+        return RolloutResult(Outcome.OK, {"reward": float(number % 2)})
+
+    tasks = {"slow": named("slow", wait), "fast": named("fast")}
+    source = source_of(ledger, tasks, {"slow": (1.0, 8), "fast": (1.0, None)})
+    source.start()
+    for index in range(6):  # of fast groups alone, as no other ends
+        batch = await source.cut(1, TIMEOUT)
+        assert batch is not None
+        assert batch.tasks == {"fast": 2}
+        assert source.sharing.running["slow"] == tasks["slow"].most_running == 8
+        ledger.commit_batch("rl", index, index + 1)
+    mix = source.sharing.mix
+    assert ratio_errors(mix)["ratio_error"] > 0.2
+    assert ratio_errors(mix)["trained_ratio_error"] == 0.5
+    gate.set()
+    for index in range(6, 40):
+        assert await source.cut(1, TIMEOUT) is not None
+        ledger.commit_batch("rl", index, index + 1)
+    assert ratio_errors(mix)["ratio_error"] < 0.05
+    assert tasks["slow"].most_running == 8
+    await source.stop()
+    assert source.sharing.running.total() == 0
+
+
+async def test_a_synchronous_batch_waits_for_a_full_task_instead_of_giving_its_place_away(ledger):
+    tasks = {"slow": named("slow"), "fast": named("fast")}
+    shares = {"slow": (1.0, 4), "fast": (1.0, None)}
+    source = source_of(ledger, tasks, shares, synchronous=True)
+    source.config = msgspec.structs.replace(source.config, groups_per_batch=6)
+    source.start()
+    batch = await source.cut(1, TIMEOUT)
+    assert batch is not None
+    assert batch.tasks == {"slow": 3, "fast": 3}
+    assert tasks["slow"].most_running == 4
+    await source.stop()
+
+
+async def test_a_rule_moves_the_mix_and_a_resume_goes_on_with_it(tmp_path):
+    async def hopeless(number, instance):
+        return RolloutResult(Outcome.OK, {"reward": 0.0})
+
+    def ratios(state=None):
+        bounds = {n: TaskBounds(0.5, 0.1) for n in ("right", "hopeless")}
+        return AdaptiveRatios(RatioRule("success", step=0.1, every=2), bounds, state=state)
+
+    tasks = {"right": named("right"), "hopeless": named("hopeless", hopeless)}
+    shares = {"right": (1.0, None), "hopeless": (1.0, None)}
+    with Ledger.create(tmp_path) as ledger:
+        source = source_of(ledger, tasks, shares, ratios=ratios())
+        source.start()
+        for index in range(20):
+            assert await source.cut(1, TIMEOUT) is not None
+            ledger.commit_batch("rl", index, index + 1)
+        found = source.sharing.mix.ratios
+        assert found == pytest.approx({"right": 0.9, "hopeless": 0.1})
+        window = source.take_window().tasks
+        assert window["hopeless"].dropped > 0 == window["hopeless"].trained
+        assert window["right"].trained == 40
+        assert window["right"].turns == len(window["right"].seconds) == window["right"].finished
+        middle, late = (window["right"].seconds_at(q) for q in (0.5, 0.9))
+        assert middle is not None
+        assert late is not None
+        assert 0 <= middle <= late
+        await source.stop()
+        state, kept = source.sharing.mix.state, ledger.get_state(ratios_key("rl"))
+    with Ledger.resume(tmp_path) as ledger:
+        assert ledger.get_state(cursor_key("rl")) == state
+        assert ledger.get_state(ratios_key("rl")) == kept
+        again = source_of(ledger, tasks, shares, ratios=ratios(kept))
+        assert again.sharing.mix.ratios == pytest.approx(found)
 
 
 async def test_evaluation_counts_by_family_and_continues(ledger):

@@ -271,6 +271,7 @@ class EngineApi:
             running=count("running"),
             waiting=count("waiting"),
             restarts=count("restarts"),
+            replicas=self._pulse.stats.get("replicas"),
         )
         return _reply(body, 200 if status in ("ok", "updating") else 503)
 

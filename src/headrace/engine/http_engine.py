@@ -213,6 +213,10 @@ class HttpEngine(ABC):
         self._vocab = 1 << 31 if self._checkpoint is None else self._checkpoint.vocab_size
         self._connected = True
 
+    async def answers(self) -> bool:
+        """Whether the server is there."""
+        return await self._ready()
+
     async def close(self) -> None:
         """See `EngineClient.close`. A server that this engine started is stopped."""
         if self._closed:

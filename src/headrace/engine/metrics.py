@@ -89,6 +89,17 @@ ENGINE_METRICS: dict[str, EngineMetric] = {
 }
 """By field of the engine's stats."""
 
+REPLICA_METRICS: dict[str, EngineMetric] = {
+    field: EngineMetric(f"headrace_engine_replica_{name}", kind, text)
+    for field, name, kind, text in (
+        ("version", "weight_version", "gauge", "Weight version of the replica."),
+        ("sessions", "sessions", "gauge", "Sessions whose requests go there."),
+        ("requests", "requests_open", "gauge", "Requests in flight there."),
+        ("restarts", "restarts_total", "counter", "Times it was started again."),
+    )
+}
+"""By field of what a router says of a replica; labelled with its name."""
+
 
 class EngineCollector(Collector):
     """Turns an engine's stats into metrics; what an engine does not count is left out."""
@@ -104,6 +115,24 @@ class EngineCollector(Collector):
             if field in self.stats:
                 family = CounterMetricFamily if metric.kind == "counter" else GaugeMetricFamily
                 yield family(metric.name, metric.help, float(self.stats[field]))
+        replicas = self.stats.get("replicas")
+        if replicas:
+            yield from _of_replicas(replicas)
+
+
+def _of_replicas(replicas: list[dict[str, Any]]) -> Iterator[Metric]:
+    up = GaugeMetricFamily(
+        "headrace_engine_replica_up", "Whether the replica serves.", labels=["replica"]
+    )
+    for replica in replicas:
+        up.add_metric([replica["name"]], float(replica["state"] == "serving"))
+    yield up
+    for field, metric in REPLICA_METRICS.items():
+        kind = CounterMetricFamily if metric.kind == "counter" else GaugeMetricFamily
+        family = kind(metric.name, metric.help, labels=["replica"])
+        for replica in replicas:
+            family.add_metric([replica["name"]], float(replica[field]))
+        yield family
 
 
 class HttpMetrics:

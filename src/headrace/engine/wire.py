@@ -202,6 +202,18 @@ class AbortAnswer(BaseModel):
     aborted: bool
 
 
+class ReplicaAnswer(BaseModel):
+    """One of several engines that answer as one."""
+
+    name: str
+    state: Literal["starting", "serving", "leaving"]
+    version: int = Field(description="Of its weights; -1 before it first serves.")
+    sessions: int = Field(description="Sessions whose requests go there.")
+    requests: int = Field(description="Requests in flight there.")
+    restarts: int
+    last_fault: str | None = Field(description="Why it was last ended.")
+
+
 class HealthAnswer(BaseModel):
     """How the engine is. Counts are the last that were heard of."""
 
@@ -211,6 +223,9 @@ class HealthAnswer(BaseModel):
     running: int
     waiting: int
     restarts: int = Field(description="Times the engine's process died and was replaced.")
+    replicas: list[ReplicaAnswer] | None = Field(
+        None, description="Each of several engines; null if there is one."
+    )
 
 
 class Problem(BaseModel):

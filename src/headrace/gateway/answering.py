@@ -14,7 +14,6 @@ from typing import Literal
 
 import msgspec
 
-from headrace.engine.seeds import derive_seed
 from headrace.engine.types import (
     EngineClient,
     EngineError,
@@ -24,13 +23,15 @@ from headrace.engine.types import (
 )
 from headrace.gateway import openai_chat
 from headrace.gateway.context import Change
+from headrace.gateway.echo import require_scores, scored_answer
 from headrace.gateway.history import ForkReason, Node, tools_key
 from headrace.gateway.plain import PlainReader
 from headrace.gateway.prompts import Mode, build_prompt
 from headrace.gateway.reading import OutputReader
 from headrace.gateway.request import Attempt, ClientRequest, Prompt, output_ids
+from headrace.gateway.sampling import next_seed, of_answer, sampling_of, scoring
 from headrace.gateway.streams import AnswerStream
-from headrace.gateway.turn import Answer, ApiError, Start, ToolCall, Usage, invalid
+from headrace.gateway.turn import Answer, ApiError, Start, ToolCall, Usage
 from headrace.rollout.types import Call, FinishReason, ParseState
 from headrace.tokens.messages import Message
 from headrace.tokens.parsed import ParsedMessage, StreamReader
@@ -119,16 +120,25 @@ class Answering:
         started_at = time.time()
         session, turn = request.session, request.turn
         prompt = build_prompt(request, self._options.mode)
-        sampling = self._sampling(request, prompt)
+        sampling = sampling_of(
+            request,
+            prompt,
+            context=self._engine.max_context,
+            default_max_tokens=self._options.default_max_tokens,
+            stop_ids=self._renderer.stop_ids,
+        )
         timeout_s = self._options.request_timeout_s
         if session.expires_at is not None:
             timeout_s = max(min(timeout_s, session.expires_at - time.monotonic()), 0.001)
         if request.listener is not None:
             request.listener.start(Start(request.response_id, int(started_at), len(prompt.ids)))
+        if turn.wish.max_tokens == 0:
+            return [await self._only_scored(request, prompt, ids[0], sampling, timeout_s)]
         ones = [
-            self._one(request, prompt, ids[k], _nth(sampling, k), timeout_s, k, started_at)
+            self._one(request, prompt, ids[k], of_answer(sampling, k), timeout_s, k, started_at)
             for k in range(turn.n)
         ]
+        answers: list[Answer]
         if len(ones) == 1:
             answers = [await ones[0]]
         else:
@@ -139,10 +149,29 @@ class Answering:
                 if isinstance(outcome, BaseException):
                     raise outcome
                 answers.append(outcome)
+            answers = [msgspec.structs.replace(a, echo=answers[0].echo) for a in answers]
         if turn.messages:
             kept = [*turn.sent, openai_chat.message(answers[0])]
             session.remember(request.response_id, kept)
         return answers
+
+    async def _only_scored(
+        self,
+        request: ClientRequest,
+        prompt: Prompt,
+        request_id: str,
+        sampling: SamplingParams,
+        timeout_s: float,
+    ) -> Answer:
+        """The prompt told back. No call is recorded: the token that an engine samples after a
+        prompt is nobody's."""
+        result = await self._generate(
+            request.generation(request_id, prompt.ids, scoring(sampling), timeout_s), None
+        )
+        require_scores(request, prompt, result)
+        self.counters["scored_prompts"] += 1
+        self.counters["scored_tokens"] += len(prompt.ids)
+        return scored_answer(request, prompt, self._reader.echo(request, prompt, result))
 
     async def _one(
         self,
@@ -160,15 +189,14 @@ class Answering:
         read may be told to the model, as a tool result: what follows is a call of its own each
         time, which continues the one before.
         """
-        session = request.session
         stream = self._stream(request, prompt, k)
         attempt = Attempt(prompt)
 
         async def generate(params: SamplingParams) -> GenerationResult:
-            generation = GenerationRequest(
-                request_id, attempt.prompt.ids, params, timeout_s=timeout_s, session=session.id
+            ids = attempt.prompt.ids
+            return await self._generate(
+                request.generation(request_id, ids, params, timeout_s), stream
             )
-            return await self._generate(generation, stream)
 
         if request.budget is not None:
             first = msgspec.structs.replace(
@@ -190,7 +218,9 @@ class Answering:
             attempt.go_on(node, result, delta)
             if stream is not None:
                 stream.feed(delta)
-            sampling = msgspec.structs.replace(sampling, max_tokens=left, seed=_next(sampling.seed))
+            sampling = msgspec.structs.replace(
+                sampling, max_tokens=left, seed=next_seed(sampling.seed)
+            )
         repairs = 0
         while True:
             result = await generate(sampling)
@@ -204,7 +234,7 @@ class Answering:
             repairs += 1
             self.counters["repaired"] += 1
             attempt = attempt.anew(node, result, told)
-            sampling = msgspec.structs.replace(sampling, seed=_next(sampling.seed))
+            sampling = msgspec.structs.replace(sampling, seed=next_seed(sampling.seed))
 
     def _finish(
         self,
@@ -239,41 +269,6 @@ class Answering:
             return None
         room = self._engine.max_context - len(ids) - len(output) - len(delta)
         return delta if room >= self._options.default_max_tokens else None
-
-    def _sampling(self, request: ClientRequest, prompt: Prompt) -> SamplingParams:
-        session, wish = request.session, request.turn.wish
-        context = self._engine.max_context
-        if session.limits.context is not None:
-            context = min(context, session.limits.context)
-        room = context - len(prompt.ids)
-        if room < 1:
-            raise invalid(
-                f"the conversation has {len(prompt.ids)} tokens and the context is {context}; "
-                "shorten it",
-                param="messages",
-                code="context_length_exceeded",
-            )
-        left = session.tokens_left()
-        if left is not None:
-            room = min(room, max(1, left))
-        seed = wish.seed
-        if seed is None and session.seed is not None:
-            seed = derive_seed(session.seed, request.ordinal)
-        return SamplingParams(
-            max_tokens=min(wish.max_tokens or self._options.default_max_tokens, room),
-            temperature=wish.temperature,
-            top_p=wish.top_p,
-            top_k=wish.top_k,
-            min_p=wish.min_p,
-            repetition_penalty=wish.repetition_penalty,
-            presence_penalty=wish.presence_penalty,
-            frequency_penalty=wish.frequency_penalty,
-            logit_bias=wish.logit_bias,
-            seed=seed,
-            stop_ids=self._renderer.stop_ids,
-            stop=wish.stop,
-            logprobs=wish.logprobs or 0,
-        )
 
     def _stream(self, request: ClientRequest, prompt: Prompt, k: int) -> AnswerStream | None:
         if request.listener is None:
@@ -370,6 +365,9 @@ class Answering:
             finish=finish,
             stop=result.stop,
             scores=self._reader.scores(request, [*attempt.results, result]),
+            prompt_ids=prompt.ids if turn.prompt is not None else (),
+            ids=tuple(output) if turn.prompt is not None else (),
+            echo=self._reader.echo(request, prompt, result),
             usage=Usage(
                 attempt.prompt_length,
                 sampled,
@@ -405,7 +403,7 @@ class Answering:
         if self.on_call is not None:
             self.on_call(call)
         normalised: Message = {**message, "content": content}
-        node = Node(call, prompt.ids, normalised, tools_key(turn.tools))
+        node = Node.of(call, prompt.parent, normalised, tools_key(turn.tools))
         session.calls.append(call)
         session.history.add(node, prompt.messages if whole else [])
         session.sampled_tokens += len(output)
@@ -414,6 +412,8 @@ class Answering:
             if session.closed:
                 raise ApiError(401, "session_closed", f"session {session.id} is closed")
             raise ApiError(503, "aborted", "the generation was aborted; retry")
+        if not k:
+            require_scores(request, prompt, result)
         return answer, node
 
     def _count(self, call: Call, prompt_tokens: int, sampled_tokens: int) -> None:
@@ -430,15 +430,3 @@ class Answering:
 
 _GO_ON = (FinishReason.STOP, FinishReason.LENGTH)
 """Ends of a first leg after which a second one makes sense."""
-
-
-def _next(seed: int | None) -> int | None:
-    """The seed of a further call of one answer."""
-    return None if seed is None else derive_seed(seed, 0)
-
-
-def _nth(sampling: SamplingParams, k: int) -> SamplingParams:
-    """Parameters of answer k: another seed than the others'."""
-    if k == 0 or sampling.seed is None:
-        return sampling
-    return msgspec.structs.replace(sampling, seed=derive_seed(sampling.seed, k))

@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 
+from headrace.gateway.transcript import Conversation, Dialect
 from headrace.gateway.turn import (
     Answer,
     ApiError,
@@ -45,10 +46,19 @@ class MessagesRequest(msgspec.Struct, frozen=True, kw_only=True):
     metadata: dict[str, Any] | None = None
 
 
-def read(request: MessagesRequest, *, counting: bool = False) -> Turn:
+class WireMessagesRequest(MessagesRequest, frozen=True, kw_only=True):
+    """The same with its messages as they stand in the body."""
+
+    messages: msgspec.Raw  # type: ignore[assignment]  # read by a `Transcript`
+
+
+def read(
+    request: MessagesRequest, conversation: Conversation | None = None, *, counting: bool = False
+) -> Turn:
     """Check a request.
 
     Args:
+        conversation: its messages with `lead` before them, where they are read already.
         counting: it is about counting tokens, where max_tokens may be left out.
 
     Raises:
@@ -73,7 +83,8 @@ def read(request: MessagesRequest, *, counting: bool = False) -> Turn:
         stop=tuple(request.stop_sequences or ()),
     )
     return new_turn(
-        _chat_messages(request),
+        _chat_messages(request) if conversation is None else conversation.sent,
+        messages=None if conversation is None else conversation.messages,
         tools=[_tool(tool, i) for i, tool in enumerate(request.tools or ())],
         wish=wish,
         calls_allowed=choice != "none",
@@ -96,28 +107,45 @@ def _tool(tool: Any, number: int) -> dict[str, Any]:
 # -- messages -----------------------------------------------------------------------------------
 
 
+def lead(request: MessagesRequest) -> dict[str, Any] | None:
+    """The system prompt as a chat message.
+
+    Raises:
+        ApiError: 400.
+    """
+    system = request.system
+    if not system:
+        return None
+    if not isinstance(system, str):
+        system = "\n\n".join(_texts(system, "system"))
+    return {"role": "system", "content": system}
+
+
 def _chat_messages(request: MessagesRequest) -> list[dict[str, Any]]:
-    messages: list[dict[str, Any]] = []
-    if request.system:
-        system = request.system
-        if not isinstance(system, str):
-            system = "\n\n".join(_texts(system, "system"))
-        messages.append({"role": "system", "content": system})
+    before = lead(request)
+    messages = [] if before is None else [before]
     for i, message in enumerate(request.messages):
-        place = f"messages[{i}]"
-        role = message.get("role") if isinstance(message, dict) else None
-        if role not in ("user", "assistant", "system"):
-            raise invalid(f"{place}.role is {role!r}; send user or assistant", param="messages")
-        content = message.get("content")
-        if isinstance(content, str):
-            messages.append({"role": role, "content": content})
-        elif not isinstance(content, list):
-            raise invalid(f"{place}.content must be a text or blocks", param="messages")
-        elif role == "assistant":
-            messages.append(_assistant(content, place))
-        else:
-            messages += _user(role, content, place)
+        messages += _read_message(message, i)
     return messages
+
+
+def _read_message(message: Any, number: int) -> list[dict[str, Any]]:
+    place = f"messages[{number}]"
+    role = message.get("role") if isinstance(message, dict) else None
+    if role not in ("user", "assistant", "system"):
+        raise invalid(f"{place}.role is {role!r}; send user or assistant", param="messages")
+    content = message.get("content")
+    if isinstance(content, str):
+        return [{"role": role, "content": content}]
+    if not isinstance(content, list):
+        raise invalid(f"{place}.content must be a text or blocks", param="messages")
+    if role == "assistant":
+        return [_assistant(content, place)]
+    return list(_user(role, content, place))
+
+
+DIALECT = Dialect(_read_message)
+"""Of its messages."""
 
 
 def _assistant(blocks: list[Any], place: str) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from headrace.gateway import (
     anthropic_messages,
     openai_chat,
     openai_completions,
+    openai_items,
     openai_responses,
 )
 from headrace.gateway.gateway import Gateway
@@ -44,6 +45,8 @@ MAX_BODY_BYTES = 16 * 1024 * 1024
 MAX_KEY_CHARACTERS = 256
 _KEEP_ALIVE_S = 15.0
 """Silence after which a stream says that it is still there."""
+_REFERENCE = b"item_reference"
+"""What an item of that kind means depends on those before it: such an input is read as a whole."""
 _PREFIXES = ("", "/s/{session}")
 
 _encode = msgspec.json.Encoder().encode
@@ -56,6 +59,8 @@ class _Read(NamedTuple):
     events: Events | None
     """How to stream the answer; None answers it whole."""
     metadata: dict[str, Any] | None = None
+    shape: tuple[Any, ...] = ()
+    """What else `write` has to know of the request."""
 
 
 class _Api(NamedTuple):
@@ -86,19 +91,29 @@ def create_app(gateway: Gateway) -> FastAPI:
         except ClientDisconnect:
             return Response(status_code=499)
 
+    def entry(name: str) -> dict[str, Any]:
+        replicas = gateway.replicas() if name == gateway.model else None
+        return _entry(name) if replicas is None else {**_entry(name), "replicas": replicas}
+
     async def models(request: Request) -> Response:
         name = request.path_params.get("name")
         names = gateway.models
         if name is None:
             listed = {"first_id": names[0], "last_id": names[-1], "has_more": False}
-            return json_response({"object": "list", "data": [_entry(n) for n in names], **listed})
+            return json_response({"object": "list", "data": [entry(n) for n in names], **listed})
         if name not in names:
             missing = f"model {name!r} is not served here; use one of {', '.join(names)}"
             return _refuse(ApiError(404, "model_not_found", missing), _shape_of(request))
-        return json_response(_entry(name))
+        return json_response(entry(name))
 
     async def health(request: Request) -> Response:
-        return json_response({"status": "ok", "weight_version": gateway.weight_version})
+        replicas = gateway.replicas()
+        body = {"status": "ok", "weight_version": gateway.weight_version}
+        if replicas is None:
+            return json_response(body)
+        serving = any(replica["state"] == "serving" for replica in replicas)
+        body |= {"status": "ok" if serving else "unavailable", "replicas": replicas}
+        return json_response(body, 200 if serving else 503)
 
     routes: dict[str, tuple[Any, str]] = {
         "/v1/chat/completions": (_endpoint(gateway, _CHAT), "POST"),
@@ -161,20 +176,31 @@ def _read_chat(gateway: Gateway, credentials: Credentials, data: bytes) -> _Read
 
 def _read_completion(gateway: Gateway, credentials: Credentials, data: bytes) -> _Read:
     body = decode(data, openai_completions.CompletionRequest)
+    shape = openai_completions.Shape.of(body)
     events = None
     if body.stream:
         counted = body.stream_options is not None and body.stream_options.include_usage
-        events = openai_completions.Stream(gateway.shown(body.model), include_usage=counted)
-    return _Read(openai_completions.read(body), events)
+        events = openai_completions.Stream(
+            gateway.shown(body.model), include_usage=counted, shape=shape
+        )
+    return _Read(openai_completions.read(body), events, shape=(shape,))
 
 
 def _read_response(gateway: Gateway, credentials: Credentials, data: bytes) -> _Read:
+    wire = decode(data, openai_responses.WireResponsesRequest)
+    events = openai_responses.Stream(gateway.shown(wire.model)) if wire.stream else None
+    shown = _with_metadata(credentials, wire.metadata)
+    text = bytes(wire.input)
+    if text.startswith(b"[") and not wire.previous_response_id and _REFERENCE not in text:
+        conversation = gateway.transcript(shown).read(
+            text, openai_items.DIALECT, openai_responses.lead(wire)
+        )
+        turn = openai_responses.read(wire, conversation=conversation)
+        return _Read(turn, events, wire.metadata)
     body = decode(data, openai_responses.ResponsesRequest)
     before: list[dict[str, Any]] = []
-    shown = _with_metadata(credentials, body.metadata)
     if body.previous_response_id is not None:
         before = gateway.conversation(shown, openai_responses.call_of(body.previous_response_id))
-    events = openai_responses.Stream(gateway.shown(body.model)) if body.stream else None
 
     def recall(response: str) -> dict[str, Any]:
         return gateway.conversation(shown, response)[-1]
@@ -183,9 +209,14 @@ def _read_response(gateway: Gateway, credentials: Credentials, data: bytes) -> _
 
 
 def _read_message(gateway: Gateway, credentials: Credentials, data: bytes) -> _Read:
-    body = decode(data, anthropic_messages.MessagesRequest)
+    body = decode(data, anthropic_messages.WireMessagesRequest)
+    text = bytes(body.messages)
+    if not text.startswith(b"["):
+        decode(data, anthropic_messages.MessagesRequest)  # says what is wrong, and where
+    transcript = gateway.transcript(_with_metadata(credentials, body.metadata))
+    conversation = transcript.read(text, anthropic_messages.DIALECT, anthropic_messages.lead(body))
     events = anthropic_messages.Stream(gateway.shown(body.model)) if body.stream else None
-    return _Read(anthropic_messages.read(body), events, body.metadata)
+    return _Read(anthropic_messages.read(body, conversation), events, body.metadata)
 
 
 _CHAT = _Api(_read_chat, openai_chat.write, openai_chat.error_body)
@@ -216,7 +247,9 @@ def _endpoint(gateway: Gateway, api: _Api) -> Callable[[Request], Any]:
             credentials = _with_metadata(credentials, read.metadata)
             if read.events is None:
                 answers = await gateway.ask(credentials, read.turn, idempotency_key=key)
-                return json_response(api.write(answers, gateway.shown(read.turn.model)))
+                return json_response(
+                    api.write(answers, gateway.shown(read.turn.model), *read.shape)
+                )
             return await _stream(gateway, credentials, read.turn, read.events, key)
         except ApiError as error:
             return _refuse(error, api.error_body)

@@ -1,54 +1,49 @@
 """The gateway without HTTP: sessions, and requests of any API from their arrival to their answers.
 
-It admits requests, knows which are in flight and which repeat another, and ends them with their
-session. What a request's model reads is worked out in `prompts`, how it is answered and recorded in
-`answering`. One event loop owns a `Gateway`.
+It admits requests, and ends them with their session. Which are in flight is kept in `flights`, what
+a request's model reads is worked out in `prompts`, how it is answered and recorded in `answering`.
+One event loop owns a `Gateway`.
 """
 
 import asyncio
 import contextlib
-import hashlib
-import secrets
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
-
-import msgspec
 
 from headrace.engine.types import (
     EngineClient,
 )
 from headrace.gateway import openai_chat
-from headrace.gateway.answering import ENGINE_GRACE_S, Answering, AnswerOptions
+from headrace.gateway.answering import Answering, AnswerOptions
 from headrace.gateway.context import ContextManager, ContextPolicy
-from headrace.gateway.prompts import Mode, render
+from headrace.gateway.flights import Flights, repeated
+from headrace.gateway.prompts import Mode, render, renderer_for, thinking_budget
 from headrace.gateway.request import ClientRequest
 from headrace.gateway.sessions import (
     Credentials,
-    Keyed,
     Session,
     Sessions,
+    noting_limits,
 )
+from headrace.gateway.streams import replay
 from headrace.gateway.transcript import Transcript
 from headrace.gateway.turn import (
     Answer,
     ApiError,
     Listener,
-    Piece,
-    Start,
     Turn,
     convert,
-    invalid,
 )
-from headrace.rollout.types import LIMIT_WORDS, Call, SessionLimits
+from headrace.rollout.types import Call, SessionLimits
 from headrace.tokens.messages import Message
 from headrace.tokens.renderer import ChatRenderer
 from headrace.tokens.thinking import (
-    Thinking,
     ThinkingMode,
-    request_renderer,
-    supported_modes,
 )
+
+SHOWN_OF_REPLICAS = ("name", "state", "version", "requests", "restarts", "last_fault")
+"""What clients are told of a replica."""
 
 
 class _Served(NamedTuple):
@@ -87,6 +82,7 @@ class Gateway:
         normaliser: Callable[[Message], Message] | None = None,
         models: Mapping[str, tuple[EngineClient, ChatRenderer]] | None = None,
         on_close: Callable[[str], None] | None = None,
+        replicas: Callable[[], Sequence[Mapping[str, Any]]] | None = None,
     ) -> None:
         """
         Args:
@@ -112,6 +108,7 @@ class Gateway:
                 recorded with the name and never mixed with those of the model that learns;
                 thinking modes, repairs and context management are for that one alone.
             on_close: told the id of every session that has ended.
+            replicas: says what each replica of the engine is doing, where there are several.
 
         Raises:
             ValueError: a further model has the name of the one that learns.
@@ -133,23 +130,26 @@ class Gateway:
             self._others[name] = _Served(name, its_renderer, answering)
         self.models = (model, *self._others)
         self._on_close = on_close
-        self._max_running = max_running
+        self._replicas = replicas
+        self._flights = Flights(max_running)
         self._max_running_per_session = max_running_per_session
         self._require_key = require_key
         self._thinking = thinking
         self._context = context
         self._normaliser = normaliser
         self._sessions = Sessions()
-        self._running: dict[asyncio.Task[Any], list[str]] = {}
-        """Requests in flight of all sessions and their engine request ids."""
-        self._answering_of: dict[asyncio.Task[Any], Answering] = {}
-        """Of them, whose engine has them."""
         self._anonymous = 0
 
     @property
     def weight_version(self) -> int:
         """Newest weights every engine has."""
         return self._engine.weight_version
+
+    def replicas(self) -> list[dict[str, Any]] | None:
+        """What clients may know of each replica of the engine; None if it has none."""
+        if self._replicas is None:
+            return None
+        return [{name: one[name] for name in SHOWN_OF_REPLICAS} for one in self._replicas()]
 
     # ------------------------------------------------------------------ sessions
 
@@ -213,7 +213,7 @@ class Gateway:
         session = self._sessions.remove(session_id)
         if session is None:
             return ()
-        await self._drain(session.all_running)
+        await self._flights.drain(session.all_running)
         if self._on_close is not None:
             self._on_close(session_id)
         return tuple(session.calls)
@@ -221,23 +221,7 @@ class Gateway:
     async def close(self) -> None:
         """Close every session and end requests that belong to none."""
         await asyncio.gather(*(self.close_session(name) for name in self._sessions.ids))
-        await self._drain(self._running)
-
-    async def _drain(self, requests: dict[asyncio.Task[Any], list[str]]) -> None:
-        running = dict(requests)
-        if not running:
-            return
-        await asyncio.gather(*(self._abort(task, ids) for task, ids in running.items()))
-        _, late = await asyncio.wait(running, timeout=ENGINE_GRACE_S)
-        for task in late:
-            task.cancel()
-        if late:
-            await asyncio.wait(late, timeout=ENGINE_GRACE_S)
-
-    async def _abort(self, task: asyncio.Task[Any], ids: Sequence[str]) -> None:
-        answering = self._answering_of.get(task)
-        if answering is not None:
-            await asyncio.gather(*(answering.abort(request_id) for request_id in ids))
+        await self._flights.drain(self._flights.running)
 
     # ------------------------------------------------------------------ requests
 
@@ -288,17 +272,17 @@ class Gateway:
             session = self._find(credentials)
             # What a judge is refused is not the agent's doing.
             watched = None if turn.model in self._others else session
-            with _noting_limits(watched):
+            with noting_limits(watched):
                 task, ours = self._begin(session, turn, idempotency_key, listener)
             try:
-                with _noting_limits(watched):
+                with noting_limits(watched):
                     answers = await asyncio.shield(task)
             except asyncio.CancelledError:
                 if listener is not None and idempotency_key is None and not task.done():
-                    await asyncio.shield(self._abort(task, self._running.get(task, ())))
+                    await asyncio.shield(self._flights.abort(task))
                 raise
             if listener is not None and not ours:
-                _replay(answers, listener)
+                replay(answers, listener)
             return answers
 
     @contextlib.contextmanager
@@ -380,7 +364,9 @@ class Gateway:
             return session
         self._anonymous += 1
         limits = SessionLimits(concurrent=self._max_running_per_session)
-        return self._new_session(f"anonymous-{self._anonymous}", limits, None)
+        session = self._new_session(f"anonymous-{self._anonymous}", limits, None)
+        session.anonymous = True
+        return session
 
     def _begin(
         self,
@@ -392,106 +378,23 @@ class Gateway:
         """The task that answers, and whether it is this request's own."""
         served = self._served(turn.model)
         session = session.of(served.name)
-        fingerprint = b""
-        if idempotency_key is not None:
-            fingerprint = hashlib.blake2b(msgspec.msgpack.encode(turn)).digest()
-            known = session.by_key.get(idempotency_key)
-            if known is not None:
-                if known.fingerprint != fingerprint:
-                    raise invalid(
-                        f"Idempotency-Key {idempotency_key!r} was used for another request; "
-                        "send a new key",
-                        code="idempotency_key_reused",
-                    )
-                self.counters["repeated"] += 1
-                return known.task, False
-        session.admit(turn.n)
-        if sum(map(len, self._running.values())) + turn.n > self._max_running:
-            raise ApiError(
-                429, "overloaded", "too many requests in flight; retry later", retry_after_s=1.0
-            )
+        known, fingerprint = repeated(session, turn, idempotency_key)
+        if known is not None:
+            self.counters["repeated"] += 1
+            return known, False
+        self._flights.admit(session, turn)
         request = ClientRequest(
             session,
             turn,
             self._renderer_for(served, turn),
-            self._budget_of(served, turn),
+            thinking_budget(served.renderer, turn),
             idempotency_key,
             session.next_serial(),
             session.calls_begun,
             listener,
         )
-        ids = [f"{request.response_id}:{k}:{secrets.token_hex(4)}" for k in range(turn.n)]
-        task = asyncio.create_task(served.answering.answer(request, ids), name=ids[0])
-        self._running[task] = session.running[task] = ids
-        self._answering_of[task] = served.answering
-        if idempotency_key is not None:
-            session.by_key[idempotency_key] = Keyed(fingerprint, task)
-
-        def ended(task: asyncio.Task[list[Answer]]) -> None:
-            del self._running[task], session.running[task], self._answering_of[task]
-            failed = task.cancelled() or task.exception() is not None
-            if failed and idempotency_key is not None:
-                del session.by_key[idempotency_key]  # nothing was answered, so a retry may try
-
-        task.add_done_callback(ended)
-        return task, True
+        return self._flights.begin(request, served.answering, fingerprint), True
 
     def _renderer_for(self, served: "_Served", turn: Turn) -> ChatRenderer:
-        """The renderer that thinks as the session's mode and the client want it.
-
-        A client may ask for thinking, or for none, of a model that cannot: agents do so by default,
-        and the answer is then what the model can do.
-
-        Raises:
-            ApiError: 400, a budget that the format cannot keep.
-        """
-        renderer, modes = served.renderer, supported_modes(served.renderer)
-        budget = self._budget_of(served, turn)
-        thinking = self._thinking if served.name is None else None
-        if turn.prompt is not None or not modes:
-            return renderer
-        if thinking is None and turn.thinking is None and budget is None:
-            return renderer
-        mode = thinking or (
-            ThinkingMode.INTERLEAVED if ThinkingMode.INTERLEAVED in modes else min(modes)
-        )
-        enabled = turn.thinking is not False or ThinkingMode.TURN not in modes
-        try:
-            return request_renderer(renderer, Thinking(mode, enabled, budget))
-        except ValueError as error:
-            raise invalid(str(error), param="thinking") from error
-
-    def _budget_of(self, served: "_Served", turn: Turn) -> int | None:
-        """Most tokens of thinking, where this format can end it."""
-        if turn.prompt is not None or served.renderer.think_end_id is None:
-            return None
-        if turn.thinking is False and ThinkingMode.TURN not in supported_modes(served.renderer):
-            return 0
-        return turn.thinking_budget
-
-
-@contextlib.contextmanager
-def _noting_limits(session: Session | None) -> Iterator[None]:
-    """The session knows whether a limit ended the last request of the model that learns."""
-    code = None
-    try:
-        yield
-    except ApiError as error:
-        code = error.code if error.code in LIMIT_WORDS else None
-        raise
-    finally:
-        if session is not None:
-            session.exceeded = code
-
-
-def _replay(answers: Sequence[Answer], listener: Listener) -> None:
-    """Stream answers that are complete already."""
-    first = answers[0]
-    listener.start(Start(first.response_id, first.created, first.usage.prompt))
-    for answer in answers:
-        if answer.reasoning:
-            listener.piece(Piece(answer.index, reasoning=answer.reasoning))
-        if answer.content:
-            listener.piece(Piece(answer.index, content=answer.content))
-        for call in answer.tool_calls:
-            listener.piece(Piece(answer.index, call=call))
+        """See `renderer_for`; thinking modes are for the model that learns alone."""
+        return renderer_for(served.renderer, turn, self._thinking if served.name is None else None)

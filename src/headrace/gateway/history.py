@@ -43,20 +43,53 @@ class ForkReason(StrEnum):
     """The template cannot be continued after the held tokens (thinking dropped, for example)."""
 
 
-class Node(msgspec.Struct, frozen=True):
+class Node(msgspec.Struct, frozen=True, eq=False):
     """A recorded call as others continue it.
+
+    It holds the ids that it added, in its call, and shares those before with the call it continues
+    (law L1): the memory of a session grows with its tokens, not with tokens times turns.
 
     Attributes:
         call: the record.
-        prompt_ids: everything the engine read.
+        parent: the node that it continues; None for a fork or a root.
+        prompt_length: of everything the engine read.
         answer: the returned assistant message, normalised.
         tools_key: identity of the tools shown.
     """
 
     call: Call
-    prompt_ids: tuple[int, ...]
+    parent: "Node | None"
+    prompt_length: int
     answer: Message
     tools_key: bytes
+
+    @classmethod
+    def of(cls, call: Call, parent: "Node | None", answer: Message, tools_key: bytes) -> "Node":
+        """The node of a call that was just recorded."""
+        before = 0 if parent is None else parent.path_length
+        return cls(call, parent, before + len(call.prompt_delta), answer, tools_key)
+
+    @property
+    def path_length(self) -> int:
+        """Of everything read and sampled."""
+        return self.prompt_length + sum(len(span.ids) for span in self.call.spans)
+
+    def prompt_ids(self) -> list[int]:
+        """Everything the engine read, put together anew."""
+        nodes: list[Node] = [self]
+        while (before := nodes[-1].parent) is not None:
+            nodes.append(before)
+        ids: list[int] = []
+        for node in reversed(nodes):
+            ids += node.call.prompt_delta
+            if node is not self:
+                for span in node.call.spans:
+                    ids += span.ids
+        return ids
+
+    def path_ids(self) -> list[int]:
+        """Everything read and sampled, put together anew."""
+        return [*self.prompt_ids(), *self.call.output_ids]
 
 
 class Match(msgspec.Struct, frozen=True):
@@ -158,7 +191,7 @@ class History:
         no message matched.
         """
         for node in self._nodes[self._indexed :]:
-            path = np.array((*node.prompt_ids, *node.call.output_ids), dtype=np.int32)
+            path = np.array(node.path_ids(), dtype=np.int32)
             digest = hashlib.blake2b(path.tobytes(), digest_size=16).digest()
             self._by_path.setdefault(len(path), {})[digest] = node
         self._indexed = len(self._nodes)

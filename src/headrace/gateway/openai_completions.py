@@ -24,6 +24,7 @@ from headrace.gateway.turn import (
 
 DEFAULT_MAX_TOKENS = 16
 """As OpenAI documents it."""
+_LARGEST_ID = 2**31
 
 
 class CompletionRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -47,6 +48,10 @@ class CompletionRequest(msgspec.Struct, frozen=True, kw_only=True):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     logit_bias: dict[int, float] | None = None
+    return_token_ids: bool | None = None
+    """Adds `prompt_token_ids` and `token_ids` to choices, as vLLM does."""
+    return_tokens_as_token_ids: bool | None = None
+    """Tokens of logprobs are "token_id:N" in place of their text, which several may share."""
 
 
 def read(request: CompletionRequest) -> Turn:
@@ -55,8 +60,8 @@ def read(request: CompletionRequest) -> Turn:
     Raises:
         ApiError: 400, naming the parameter, its value and what to send instead.
     """
-    if request.echo:
-        raise unsupported("echo", True, "leave it out; the prompt is yours already")
+    if request.echo and request.stream:
+        raise unsupported("echo", True, "leave it out with stream, or ask without stream")
     if request.suffix:
         raise unsupported("suffix", request.suffix, "leave it out")
     n = 1 if request.n is None else request.n
@@ -64,6 +69,8 @@ def read(request: CompletionRequest) -> Turn:
         raise unsupported("best_of", request.best_of, "leave it out, or send it equal to n")
     if not 1 <= n <= MAX_SAMPLES:
         raise invalid(f"n={n} is out of range; send 1 to {MAX_SAMPLES}", param="n")
+    if request.max_tokens == 0 and n > 1:
+        raise invalid(f"n={n} with max_tokens=0 samples nothing; send n=1", param="n")
     wish = Wish(
         max_tokens=DEFAULT_MAX_TOKENS if request.max_tokens is None else request.max_tokens,
         temperature=1.0 if request.temperature is None else request.temperature,
@@ -75,6 +82,7 @@ def read(request: CompletionRequest) -> Turn:
         seed=request.seed,
         stop=as_stops(request.stop),
         logprobs=request.logprobs,
+        echo=bool(request.echo),
     )
     return Turn(prompt=_prompt(request.prompt), n=n, wish=wish.checked(), model=request.model)
 
@@ -87,6 +95,9 @@ def _prompt(prompt: str | list[Any]) -> str | tuple[int, ...]:
         found: str | tuple[int, ...] = prompt
     elif isinstance(prompt, list) and all(type(token) is int for token in prompt):
         found = tuple(prompt)
+        wrong = next((token for token in found if not 0 <= token < _LARGEST_ID), None)
+        if wrong is not None:
+            raise invalid(f"prompt: {wrong} is no token id; ids begin at 0", param="prompt")
     else:
         raise unsupported("prompt", "several prompts", "send one text or one list of token ids")
     if not found:
@@ -94,16 +105,47 @@ def _prompt(prompt: str | list[Any]) -> str | tuple[int, ...]:
     return found
 
 
-def write(answers: Sequence[Answer], model: str) -> dict[str, Any]:
+class Shape(msgspec.Struct, frozen=True):
+    """What a client wants to see of an answer besides its text.
+
+    Attributes:
+        ids: the ids of prompt and answer.
+        names: tokens of logprobs are written as "token_id:N".
+    """
+
+    ids: bool = False
+    names: bool = False
+
+    @classmethod
+    def of(cls, request: CompletionRequest) -> "Shape":
+        """Of a request."""
+        return cls(bool(request.return_token_ids), bool(request.return_tokens_as_token_ids))
+
+
+def write(answers: Sequence[Answer], model: str, shape: Shape = Shape()) -> dict[str, Any]:  # noqa: B008
     """The body of a response."""
     return {
         "id": f"cmpl-{answers[0].response_id}",
         "object": "text_completion",
         "created": answers[0].created,
         "model": model,
-        "choices": [_choice(a.index, a.content, _finish(a), _logprobs(a.scores)) for a in answers],
+        "choices": [_whole_choice(answer, shape) for answer in answers],
         "usage": usage(total_usage(answers)),
     }
+
+
+def _whole_choice(answer: Answer, shape: Shape) -> dict[str, Any]:
+    echo = answer.echo
+    text, scores = answer.content, answer.scores
+    if echo is not None:
+        text = echo.text + text
+        if echo.scores is not None:
+            scores = (*echo.scores, *(scores or ()))
+    choice = _choice(answer.index, text, _finish(answer), _logprobs(scores, shape))
+    if shape.ids:
+        choice["prompt_token_ids"] = answer.prompt_ids
+        choice["token_ids"] = answer.ids
+    return choice
 
 
 def _choice(
@@ -116,17 +158,27 @@ def _finish(answer: Answer) -> str:
     return "length" if answer.finish == "length" else "stop"
 
 
-def _logprobs(scores: Sequence[TokenScore] | None) -> dict[str, Any] | None:
+def _logprobs(scores: Sequence[TokenScore] | None, shape: Shape) -> dict[str, Any] | None:
     if scores is None:
         return None
     offsets, at = [], 0
     for score in scores:
         offsets.append(at)
         at += len(score.text)
+
+    def name(score: TokenScore) -> str:
+        return f"token_id:{score.id}" if shape.names else score.text
+
     return {
-        "tokens": [score.text for score in scores],
+        "tokens": [name(score) for score in scores],
         "token_logprobs": [score.logprob for score in scores],
-        "top_logprobs": [{o.text: o.logprob for o in score.alternatives} for score in scores],
+        "top_logprobs": [
+            # Of several with one text the likeliest, which come first.
+            None
+            if score.logprob is None
+            else {name(o): o.logprob for o in reversed(score.alternatives)}
+            for score in scores
+        ],
         "text_offset": offsets,
     }
 
@@ -134,8 +186,9 @@ def _logprobs(scores: Sequence[TokenScore] | None) -> dict[str, Any] | None:
 class Stream:
     """The chunks of one streamed response; see `Events`, arguments as in `openai_chat.Stream`."""
 
-    def __init__(self, model: str, *, include_usage: bool) -> None:
+    def __init__(self, model: str, *, include_usage: bool, shape: Shape) -> None:
         self._head: dict[str, Any] = {"object": "text_completion", "model": model}
+        self._shape = shape
         self._include_usage = include_usage
 
     def start(self, start: Start) -> list[Event]:
@@ -147,7 +200,7 @@ class Stream:
         return [Event(None, self._head | {"choices": [choice]})]
 
     def end(self, answers: Sequence[Answer]) -> list[Event]:
-        last = [_choice(a.index, "", _finish(a), _logprobs(a.scores)) for a in answers]
+        last = [_whole_choice(a, self._shape) | {"text": ""} for a in answers]
         events = [Event(None, self._head | {"choices": [choice]}) for choice in last]
         if self._include_usage:
             counts = self._head | {"choices": [], "usage": usage(total_usage(answers))}

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from headrace.gateway.transcript import Dialect
 from headrace.gateway.turn import ApiError, invalid, unsupported
 
 Recall = Callable[[str], dict[str, Any]]
@@ -39,29 +40,34 @@ def _messages(given: str | list[Any], recall: Recall | None) -> Iterator[dict[st
         return
     referred: Counter[tuple[str, str]] = Counter()
     for i, item in enumerate(given):
-        place = f"input[{i}]"
-        if not isinstance(item, dict):
-            raise invalid(f"{place} is {type(item).__name__}; send an object", param="input")
-        kind = item.get("type", "message")
-        if kind == "message":
-            role = item.get("role")
-            yield {"role": role, "content": _text(item.get("content"), f"{place}.content")}
-        elif kind == "function_call":
-            function = {"name": item.get("name"), "arguments": item.get("arguments") or "{}"}
-            call = {"id": item.get("call_id"), "type": "function", "function": function}
-            yield {"role": "assistant", "content": "", "tool_calls": [call]}
-        elif kind == "function_call_output":
-            output = _text(item.get("output"), f"{place}.output")
-            yield {"role": "tool", "tool_call_id": item.get("call_id"), "content": output}
-        elif kind == "reasoning":
-            thought = _text(item.get("content") or "", f"{place}.content")
-            yield {"role": "assistant", "content": "", "reasoning_content": thought}
-        elif kind == "item_reference":
-            yield from _referred(item.get("id"), place, recall, referred)
+        if isinstance(item, dict) and item.get("type") == "item_reference":
+            yield from _referred(item.get("id"), f"input[{i}]", recall, referred)
         else:
-            raise unsupported(
-                f"{place}.type", kind, "send messages, function calls, their outputs and reasoning"
-            )
+            yield _read_item(item, i)
+
+
+def _read_item(item: Any, number: int) -> dict[str, Any]:
+    """One that says itself what it is."""
+    place = f"input[{number}]"
+    if not isinstance(item, dict):
+        raise invalid(f"{place} is {type(item).__name__}; send an object", param="input")
+    kind = item.get("type", "message")
+    if kind == "message":
+        role = item.get("role")
+        return {"role": role, "content": _text(item.get("content"), f"{place}.content")}
+    if kind == "function_call":
+        function = {"name": item.get("name"), "arguments": item.get("arguments") or "{}"}
+        call = {"id": item.get("call_id"), "type": "function", "function": function}
+        return {"role": "assistant", "content": "", "tool_calls": [call]}
+    if kind == "function_call_output":
+        output = _text(item.get("output"), f"{place}.output")
+        return {"role": "tool", "tool_call_id": item.get("call_id"), "content": output}
+    if kind == "reasoning":
+        thought = _text(item.get("content") or "", f"{place}.content")
+        return {"role": "assistant", "content": "", "reasoning_content": thought}
+    raise unsupported(
+        f"{place}.type", kind, "send messages, function calls, their outputs and reasoning"
+    )
 
 
 def _referred(
@@ -122,12 +128,24 @@ def _merged(messages: Iterator[dict[str, Any]]) -> list[dict[str, Any]]:
     """What one answer was made of becomes one message again."""
     merged: list[dict[str, Any]] = []
     for message in messages:
-        last = merged[-1] if merged else None
-        if last is None or not last["role"] == message["role"] == "assistant":
-            merged.append(dict(message))
-            continue
-        last["content"] += message["content"]
-        for key, empty in (("reasoning_content", ""), ("tool_calls", [])):
-            if message.get(key):
-                last[key] = last.get(key, empty) + message[key]
+        joined = _joined(merged[-1], message) if merged else None
+        if joined is None:
+            merged.append(message)
+        else:
+            merged[-1] = joined
     return merged
+
+
+def _joined(last: dict[str, Any], message: dict[str, Any]) -> dict[str, Any] | None:
+    """Two parts of one answer as one message; None if they are not."""
+    if not last["role"] == message["role"] == "assistant":
+        return None
+    joined = {**last, "content": last["content"] + message["content"]}
+    for key, empty in (("reasoning_content", ""), ("tool_calls", [])):
+        if message.get(key):
+            joined[key] = joined.get(key, empty) + message[key]
+    return joined
+
+
+DIALECT = Dialect(lambda item, number: [_read_item(item, number)], _joined)
+"""Of an input without references to items, whose meaning depends on those before."""

@@ -11,6 +11,7 @@ import msgspec
 
 from headrace.gateway.openai_chat import error_body
 from headrace.gateway.openai_items import Recall, item_id, read_items
+from headrace.gateway.transcript import Conversation
 from headrace.gateway.turn import (
     Answer,
     ApiError,
@@ -49,14 +50,22 @@ class ResponsesRequest(msgspec.Struct, frozen=True, kw_only=True):
     metadata: dict[str, Any] | None = None
 
 
+class WireResponsesRequest(ResponsesRequest, frozen=True, kw_only=True):
+    """The same with its input as it stands in the body."""
+
+    input: msgspec.Raw  # type: ignore[assignment]  # read by a `Transcript`
+
+
 def read(
     request: ResponsesRequest,
     before: Sequence[dict[str, Any]] = (),
     recall: Recall | None = None,
+    conversation: Conversation | None = None,
 ) -> Turn:
     """Check a request.
 
     Args:
+        conversation: its input with `lead` before it, where that is read already.
         before: chat messages of the conversation that `previous_response_id` names.
         recall: see `read_items`.
 
@@ -78,22 +87,32 @@ def read(
         logprobs=(request.top_logprobs or 0) if scored or request.top_logprobs else None,
     )
     effort = (request.reasoning or {}).get("effort")
-    messages: list[dict[str, Any]] = []
-    if request.instructions:
-        messages.append({"role": "system", "content": request.instructions})
-        if before and before[0]["role"] == "system":
+    if conversation is None:
+        first = lead(request)
+        messages = [] if first is None else [first]
+        if first is not None and before and before[0]["role"] == "system":
             # New instructions take the place of earlier ones; without any, those stay.
             before = before[1:]
-    messages += before
-    messages += read_items(request.input, recall)
+        messages += before
+        messages += read_items(request.input, recall)
+    else:
+        messages = conversation.sent
     return new_turn(
         messages,
+        messages=None if conversation is None else conversation.messages,
         tools=[_tool(tool, i) for i, tool in enumerate(request.tools or ())],
         wish=wish,
         calls_allowed=request.tool_choice != "none",
         model=request.model,
         thinking=None if effort is None else effort != "none",
     )
+
+
+def lead(request: ResponsesRequest) -> dict[str, Any] | None:
+    """The instructions as a chat message."""
+    if not request.instructions:
+        return None
+    return {"role": "system", "content": request.instructions}
 
 
 def _tool(tool: Any, number: int) -> dict[str, Any]:

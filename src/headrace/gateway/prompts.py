@@ -17,6 +17,12 @@ from headrace.gateway.sessions import Session
 from headrace.gateway.turn import Turn, invalid
 from headrace.tokens.messages import Message
 from headrace.tokens.renderer import ChatRenderer
+from headrace.tokens.thinking import (
+    Thinking,
+    ThinkingMode,
+    request_renderer,
+    supported_modes,
+)
 
 Mode = Literal["continue", "native"]
 """Where the tokens of earlier turns come from: those that were held are extended, or everything is
@@ -49,7 +55,7 @@ def _matched(request: ClientRequest, messages: list[Message], change: Change, mo
     match = session.history.match(messages, turn.tools)
     fork = match.fork
     if match.parent is not None and mode == "continue":
-        held, sampled = match.parent.prompt_ids, match.parent.call.output_ids
+        held, sampled = match.parent.prompt_ids(), match.parent.call.output_ids
         delta = renderer.bridge(held, sampled, match.new_messages, turn.tools)
         if delta is not None:
             ids = (*held, *sampled, *delta)
@@ -74,8 +80,7 @@ def _by_tokens(
     if fork is not None or not messages:
         parent = session.history.match_tokens(ids)
         if parent is not None:
-            held = len(parent.prompt_ids) + len(parent.call.output_ids)
-            return Prompt(parent, None, ids, ids[held:], messages)
+            return Prompt(parent, None, ids, ids[parent.path_length :], messages)
         if not messages and session.history.calls:
             fork = ForkReason.NEW_CONVERSATION
     return Prompt(None, fork, ids, ids, messages)
@@ -91,3 +96,41 @@ def render(renderer: ChatRenderer, messages: Sequence[Message], turn: Turn) -> l
         return renderer.render(messages, turn.tools)
     except ValueError as error:
         raise invalid(f"messages cannot be rendered: {error}", param="messages") from error
+
+
+def renderer_for(renderer: ChatRenderer, turn: Turn, thinking: ThinkingMode | None) -> ChatRenderer:
+    """The renderer that thinks as the session's mode and the client want it.
+
+    A client may ask for thinking, or for none, of a model that cannot: agents do so by default,
+    and the answer is then what the model can do.
+
+    Args:
+        renderer: of the checkpoint.
+        thinking: the session's mode; None is the template's default.
+
+    Raises:
+        ApiError: 400, a budget that the format cannot keep.
+    """
+    modes = supported_modes(renderer)
+    budget = thinking_budget(renderer, turn)
+    if turn.prompt is not None or not modes:
+        return renderer
+    if thinking is None and turn.thinking is None and budget is None:
+        return renderer
+    mode = thinking or (
+        ThinkingMode.INTERLEAVED if ThinkingMode.INTERLEAVED in modes else min(modes)
+    )
+    enabled = turn.thinking is not False or ThinkingMode.TURN not in modes
+    try:
+        return request_renderer(renderer, Thinking(mode, enabled, budget))
+    except ValueError as error:
+        raise invalid(str(error), param="thinking") from error
+
+
+def thinking_budget(renderer: ChatRenderer, turn: Turn) -> int | None:
+    """Most tokens of thinking, where this format can end it."""
+    if turn.prompt is not None or renderer.think_end_id is None:
+        return None
+    if turn.thinking is False and ThinkingMode.TURN not in supported_modes(renderer):
+        return 0
+    return turn.thinking_budget

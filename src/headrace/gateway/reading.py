@@ -1,13 +1,14 @@
 """What an engine sampled, as the message and the numbers its client gets."""
 
+import math
 from collections.abc import Sequence
 
 import msgspec
 
-from headrace.engine.types import GenerationResult
+from headrace.engine.types import Alternatives, GenerationResult
 from headrace.gateway.plain import PlainReader
-from headrace.gateway.request import Attempt, ClientRequest, output_ids
-from headrace.gateway.turn import TokenScore
+from headrace.gateway.request import Attempt, ClientRequest, Prompt, output_ids
+from headrace.gateway.turn import Echo, TokenScore
 from headrace.rollout.types import ParseState
 from headrace.tokens.detokenise import TokenBytes
 from headrace.tokens.parsed import ParsedMessage
@@ -65,17 +66,40 @@ class OutputReader:
         if request.turn.wish.logprobs is None:
             return None
 
-        def score(token: int, logprob: float) -> TokenScore:
-            data = self.token_bytes.of(token)
-            # JSON has no infinity; OpenAI sends this number for what is all but impossible.
-            return TokenScore(data.decode(errors="replace"), data, max(logprob, -9999.0))
-
         scores = []
         for result in results:
             output = output_ids(result)
             logprobs = result.raw_logprobs or [p for span in result.spans for p in span.logprobs]
             others = result.alternatives or ((),) * len(output)
-            for token, logprob, some in zip(output, logprobs, others, strict=True):
-                alternatives = tuple(score(*one) for one in some)
-                scores.append(score(token, logprob)._replace(alternatives=alternatives))
+            scores += map(self._score, output, logprobs, others)
         return tuple(scores)
+
+    def echo(self, request: ClientRequest, prompt: Prompt, result: GenerationResult) -> Echo | None:
+        """The prompt for a client that wants it back; without scores if the engine gave none."""
+        turn = request.turn
+        if not turn.wish.echo:
+            return None
+        text = turn.prompt
+        if not isinstance(text, str):
+            text = b"".join(map(self.token_bytes.of, prompt.ids)).decode(errors="replace")
+        scores = None
+        logprobs = prompt_logprobs(prompt, result)
+        if turn.wish.logprobs is not None and logprobs is not None:
+            others = result.prompt_alternatives or ((),) * len(prompt.ids)
+            scores = tuple(map(self._score, prompt.ids, logprobs, others))
+        return Echo(text, prompt.ids, scores)
+
+    def _score(self, token: int, logprob: float, others: Alternatives) -> TokenScore:
+        alternatives = tuple(self._score(other, its, ()) for other, its in others)
+        data = self.token_bytes.of(token)
+        # JSON has no infinity; OpenAI sends this number for what is all but impossible.
+        shown = None if math.isnan(logprob) else max(logprob, -9999.0)
+        return TokenScore(data.decode(errors="replace"), data, shown, alternatives, token)
+
+
+def prompt_logprobs(prompt: Prompt, result: GenerationResult) -> tuple[float, ...] | None:
+    """One for each id of the prompt, the first NaN; None if the engine gave none."""
+    if len(prompt.ids) == 1:
+        return (math.nan,)  # nothing is predicted, so engines have nothing to say
+    whole = len(result.prompt_logprobs) == len(prompt.ids)
+    return result.prompt_logprobs if whole else None

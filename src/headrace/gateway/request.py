@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from headrace.engine.types import GenerationResult
+from headrace.engine.types import GenerationRequest, GenerationResult, SamplingParams
 from headrace.gateway.context import Change
 from headrace.gateway.history import ForkReason, Node
 from headrace.gateway.sessions import Session
@@ -82,6 +82,13 @@ class ClientRequest(msgspec.Struct, frozen=True):
     def response_id(self) -> str:
         """What its response is called; no other request of any session has it."""
         return f"{self.session.id}-{self.serial}"
+
+    def generation(
+        self, request_id: str, ids: tuple[int, ...], sampling: SamplingParams, timeout_s: float
+    ) -> GenerationRequest:
+        """What an engine is asked for. A session of one request is none to it."""
+        session = "" if self.session.anonymous else self.session.id
+        return GenerationRequest(request_id, ids, sampling, timeout_s=timeout_s, session=session)
 
     def call_id(self, k: int, i: int) -> str:
         """Id of tool call i of answer k: unique in the session, and known before the answer is."""

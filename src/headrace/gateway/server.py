@@ -3,7 +3,7 @@
 from headrace.gateway.admin import add_admin_routes
 from headrace.gateway.app import create_app
 from headrace.gateway.gateway import Gateway
-from headrace.http_server import HttpServer
+from headrace.http_server import ConnectionLimits, HttpServer
 
 
 class GatewayServer:
@@ -36,11 +36,13 @@ class GatewayServer:
         host: str = "127.0.0.1",
         port: int = 0,
         admin_key: str | None = None,
+        limits: ConnectionLimits | None = None,
     ) -> "GatewayServer":
         """Serve `gateway`; returns once requests are accepted. See `HttpServer.start`.
 
         Args:
             admin_key: lets whoever has it open and close sessions over HTTP; None: nobody can.
+            limits: of its connections.
 
         Raises:
             UserError: the port is in use or the address cannot be bound.
@@ -48,7 +50,8 @@ class GatewayServer:
         app = create_app(gateway)
         if admin_key is not None:
             add_admin_routes(app, gateway, admin_key)
-        return cls(gateway, await HttpServer.start(app, host=host, port=port, name="gateway"))
+        server = await HttpServer.start(app, host=host, port=port, name="gateway", limits=limits)
+        return cls(gateway, server)
 
     async def stop(self) -> None:
         """Close the gateway's sessions, then the port. Safe to repeat."""

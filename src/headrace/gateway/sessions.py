@@ -5,17 +5,19 @@ place it can set. No I/O and no tokens here; one event loop owns all of it.
 """
 
 import asyncio
+import contextlib
 import itertools
 import secrets
 import time
 from collections import OrderedDict
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from headrace.gateway.context import ContextManager
 from headrace.gateway.history import History
 from headrace.gateway.transcript import Transcript
 from headrace.gateway.turn import Answer, ApiError, invalid
-from headrace.rollout.types import Call, SessionLimits
+from headrace.rollout.types import LIMIT_WORDS, Call, SessionLimits
 
 KEPT_RESPONSES = 256
 """Responses of a session that `previous_response_id` can still name."""
@@ -69,6 +71,8 @@ class Session:
         self.context = context
         self.expires_at = None if limits.wall_s is None else time.monotonic() + limits.wall_s
         self.closed = False
+        self.anonymous = False
+        """Of one request by somebody who shows no session's key."""
         self.history = History()
         self.calls: list[Call] = []
         """Recorded, of all models, in index order."""
@@ -238,3 +242,17 @@ class Sessions:
             session.exceeded = "session_expired"
             raise ApiError(401, "session_expired", f"session {session.id} reached its time limit")
         return session
+
+
+@contextlib.contextmanager
+def noting_limits(session: Session | None) -> Iterator[None]:
+    """The session knows whether a limit ended the last request of the model that learns."""
+    code = None
+    try:
+        yield
+    except ApiError as error:
+        code = error.code if error.code in LIMIT_WORDS else None
+        raise
+    finally:
+        if session is not None:
+            session.exceeded = code

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from headrace.engine.types import Progress
-from headrace.gateway.turn import Answer, ApiError, Piece, ToolCall
+from headrace.gateway.turn import Answer, ApiError, Listener, Piece, Start, ToolCall
 from headrace.tokens.parsed import Delta, DeltaKind, StreamReader
 
 
@@ -147,3 +147,16 @@ class AnswerStream:
         self._expected = {}
         for channel, text in rest:
             self._tell(channel, text[len(told.get(channel, "")) :])
+
+
+def replay(answers: Sequence[Answer], listener: Listener) -> None:
+    """Stream answers that are complete already."""
+    first = answers[0]
+    listener.start(Start(first.response_id, first.created, first.usage.prompt))
+    for answer in answers:
+        if answer.reasoning:
+            listener.piece(Piece(answer.index, reasoning=answer.reasoning))
+        if answer.content:
+            listener.piece(Piece(answer.index, content=answer.content))
+        for call in answer.tool_calls:
+            listener.piece(Piece(answer.index, call=call))

@@ -58,6 +58,8 @@ class Wish(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         stop: texts that end the answer and are not part of it.
         logprobs: None for none; k adds k alternatives to each token's own logprob.
+        echo: tell the prompt back, too, and its logprobs where logprobs are wanted.
+        max_tokens: 0 with `echo` alone: nothing is sampled.
     """
 
     max_tokens: int | None = None
@@ -72,6 +74,7 @@ class Wish(msgspec.Struct, frozen=True, kw_only=True):
     seed: int | None = None
     stop: tuple[str, ...] = ()
     logprobs: int | None = None
+    echo: bool = False
 
     def checked(self) -> "Wish":
         """Itself.
@@ -86,7 +89,7 @@ class Wish(msgspec.Struct, frozen=True, kw_only=True):
     def _problems(self) -> Sequence[tuple[str, str]]:
         """What is wrong; comparisons are written so that NaN fails them."""
         found = []
-        if self.max_tokens is not None and self.max_tokens < 1:
+        if self.max_tokens is not None and self.max_tokens < (0 if self.echo else 1):
             found.append(
                 (f"max_tokens={self.max_tokens} is too small; send at least 1", "max_tokens")
             )
@@ -210,12 +213,24 @@ class ToolCall(NamedTuple):
 
 
 class TokenScore(NamedTuple):
-    """One sampled token as clients see it: its text and bytes, logprob, and alternatives."""
+    """One token as clients see it: its text and bytes, logprob, alternatives and id.
+
+    A prompt's first token has no logprob: None, as nothing predicts it.
+    """
 
     text: str
     data: bytes
-    logprob: float
+    logprob: float | None
     alternatives: tuple["TokenScore", ...] = ()
+    id: int = -1
+
+
+class Echo(NamedTuple):
+    """A prompt as it is told back: its text, ids, and scores where asked for."""
+
+    text: str
+    ids: tuple[int, ...]
+    scores: tuple[TokenScore, ...] | None
 
 
 class Usage(NamedTuple):
@@ -251,6 +266,8 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
         finish: "length" also for what was cut by a deadline.
         stop: the stop text that ended it.
         scores: of all sampled tokens where asked for.
+        prompt_ids, ids: everything read and sampled; of continued texts only.
+        echo: the prompt, where asked for.
         usage: of this answer.
         record: what the gateway recorded of it, for those who want to know.
     """
@@ -263,6 +280,9 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
     finish: Literal["stop", "length", "tool_calls"]
     stop: str | None
     scores: tuple[TokenScore, ...] | None
+    prompt_ids: tuple[int, ...] = ()
+    ids: tuple[int, ...] = ()
+    echo: Echo | None = None
     usage: Usage
     record: dict[str, Any]
     created: int

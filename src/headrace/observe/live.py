@@ -19,6 +19,7 @@ from rich.table import Table
 from rich.text import Text
 
 from headrace.observe.braille import bar, curve
+from headrace.observe.live_tasks import task_table, task_words, tasks_in
 from headrace.observe.measurements import Measure, Measurement, measurement_of
 from headrace.observe.units import (
     after_words,
@@ -65,6 +66,7 @@ class LiveView:
         run_dir: for the title.
         enabled: True draws the live view, False logs plain lines, None decides by the terminal.
         budgets: seconds each stage may use, where known, for the remaining time.
+        tasks: what is evaluated; where there are several, evaluations name theirs.
         console: where to draw; stdout by default.
         log_every_s: least seconds between plain progress lines.
         clock: monotonic seconds; replaced in tests.
@@ -78,6 +80,7 @@ class LiveView:
         enabled: bool | None = None,
         *,
         budgets: Mapping[str, float] | None = None,
+        tasks: Sequence[str] = (),
         console: Console | None = None,
         log_every_s: float = 10.0,
         clock: Callable[[], float] = time.monotonic,
@@ -86,6 +89,7 @@ class LiveView:
         self._run_dir = run_dir
         self._stages = [_Stage(name) for name in stages]
         self._budgets = dict(budgets or {})
+        self._names_tasks = len(tasks) > 1
         self._console = console or Console()
         self._fancy = self._console.is_terminal if enabled is None else enabled
         self._log_every_s = log_every_s
@@ -180,7 +184,7 @@ class LiveView:
         with self._lock:
             self._evaluations.append(record)
         if not self._fancy:
-            self._line(f"evaluation {_evaluation_words(record)}")
+            self._line(f"evaluation {_evaluation_words(record, self._label(record))}")
 
     def measurement(self, record: Mapping[str, Any]) -> None:
         """A finished measurement (the record that summary.json keeps)."""
@@ -263,7 +267,7 @@ class LiveView:
             if self._measured:
                 parts += [Text(), _measured_table(self._measured)]
             if self._evaluations:
-                parts += [Text(), *(_evaluation_line(e) for e in self._evaluations[-5:])]
+                parts += [Text(), *self._evaluation_lines()]
             parts += [Text(m, style="dim", overflow="fold") for m in self._messages]
             left = self._run_left()
             clock = duration(self._clock() - self._begun) + " elapsed"
@@ -279,6 +283,15 @@ class LiveView:
                 width=width,
                 padding=(0, 1),
             )
+
+    def _label(self, record: Mapping[str, Any]) -> str:
+        return label_of(record, task=self._names_tasks)
+
+    def _evaluation_lines(self) -> list[Text]:
+        """The newest evaluations, below one another."""
+        shown = [(e, self._label(e)) for e in self._evaluations[-6:]]
+        width = max(24, *(len(label) for _, label in shown))
+        return [_evaluation_line(e, f"{label:<{width}}") for e, label in shown]
 
     def _shown_stage(self) -> _Stage | None:
         """The stage whose curve is drawn: the running one, else the last with rows."""
@@ -329,16 +342,16 @@ def _steps(stage: _Stage) -> str:
     return f"{noun} {count(stage.step)} · "
 
 
-def _evaluation_words(record: Mapping[str, Any]) -> str:
+def _evaluation_words(record: Mapping[str, Any], label: str) -> str:
     return (
-        f"{label_of(record)}: {percent(record.get('success'))} "
+        f"{label}: {percent(record.get('success'))} "
         f"({interval(record.get('low', 0.0), record.get('high', 1.0))}, n={record.get('n')})"
     )
 
 
-def _evaluation_line(record: Mapping[str, Any]) -> Text:
+def _evaluation_line(record: Mapping[str, Any], label: str) -> Text:
     line = Text("held-out success ", style="dim")
-    line.append(f"{label_of(record):<24}", style="default")
+    line.append(label, style="default")
     line.append(f"{percent(record.get('success')):>6}", style="bold green")
     spread = interval(record.get("low", 0.0), record.get("high", 1.0))
     line.append(f"  {spread}  n={record.get('n')}", style="dim")
@@ -416,7 +429,10 @@ def _numbers(stage: _Stage, width: int) -> RenderableType:
     ]
     if "replicas_serving" in m:
         lines.append(_replica_words(m))
-    return Group(table, *(Text(line, overflow="fold") for line in lines))
+    parts: list[RenderableType] = [table, *(Text(line, overflow="fold") for line in lines)]
+    if tasks_in(m):
+        parts.append(task_table(m, bar_width // 2))
+    return Group(*parts)
 
 
 def _replica_words(m: Mapping[str, float]) -> str:
@@ -449,4 +465,5 @@ def _plain_numbers(stage: _Stage) -> list[str]:
         ("lag", "lag_mean", short),
         ("lr", "learning_rate", short),
     )
-    return parts + [f"{label} {write(m[key])}" for label, key, write in shown if key in m]
+    parts += [f"{label} {write(m[key])}" for label, key, write in shown if key in m]
+    return parts + task_words(m)

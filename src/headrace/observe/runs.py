@@ -19,7 +19,7 @@ from headrace.observe.metrics import MetricRow, read_metrics
 from headrace.observe.statistics import PairedDifference, paired_difference
 from headrace.observe.summary import FILE_NAME as SUMMARY_FILE
 from headrace.observe.summary import read_summary
-from headrace.observe.units import stage_of
+from headrace.observe.units import label_of, several_tasks, stage_of
 from headrace.rollout.reading import FILE_NAME as LEDGER_FILE
 from headrace.rollout.reading import LedgerReader
 from headrace.rollout.records import SessionSummary
@@ -47,6 +47,11 @@ class Comparison(msgspec.Struct, frozen=True):
     after: Mapping[str, Any]
     change: PairedDifference
     rival: str = ""
+
+    @property
+    def task(self) -> str:
+        """What both evaluations measured."""
+        return str(self.after.get("task", "?"))
 
 
 class Span(msgspec.Struct, frozen=True):
@@ -192,12 +197,22 @@ class Run:
         """
         return {"start": 0.0} | {span.stage: span.end for span in self.spans()}
 
+    def label(self, evaluation: Mapping[str, Any]) -> str:
+        """What an evaluation measured, in words; with its task where there are several."""
+        return label_of(evaluation, task=several_tasks(self.evaluations))
+
     def comparisons(self) -> list[Comparison]:
-        """Every stage against the model it started from, then against rivals with that start."""
-        found: dict[str, Mapping[str, Any]] = {}
+        """Of each task, every stage against the model it started from, then against rivals with
+        that start."""
+        by_task: dict[str, dict[str, Mapping[str, Any]]] = {}
         for record in self.evaluations:
             # The recipe's own temperature is measured first; a greedy record never replaces it.
+            found = by_task.setdefault(str(record.get("task", "?")), {})
             found.setdefault(stage_of(record), record)
+        return [c for found in by_task.values() for c in self._comparisons(found)]
+
+    def _comparisons(self, found: Mapping[str, Mapping[str, Any]]) -> list[Comparison]:
+        """Of one task's evaluations by stage."""
         result: list[Comparison] = []
         stages = [s for s in self.stages() if s["name"] in found]
         for stage in stages:
@@ -219,11 +234,19 @@ class Run:
                         result.append(Comparison(stage["name"], kind, a, b, change, other["name"]))
         return result
 
+    def headlines(self) -> list[Comparison]:
+        """The comparison of each task to lead with: the last RL stage's, else the last stage's."""
+        own: dict[str, list[Comparison]] = {}
+        for comparison in self.comparisons():
+            if not comparison.rival:
+                own.setdefault(comparison.task, []).append(comparison)
+        return [
+            ([c for c in found if c.kind == "agentic_rl"] or found)[-1] for found in own.values()
+        ]
+
     def headline(self) -> Comparison | None:
-        """The comparison to lead with: the last RL stage's, else the last stage's."""
-        own = [c for c in self.comparisons() if not c.rival]
-        learned = [c for c in own if c.kind == "agentic_rl"]
-        return (learned or own or [None])[-1]
+        """The first task's of `headlines`."""
+        return next(iter(self.headlines()), None)
 
     def _records(self) -> list[Mapping[str, Any]]:
         return [e for e in self.summary.get("evaluations") or [] if isinstance(e, dict)]

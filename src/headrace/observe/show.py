@@ -25,7 +25,6 @@ from headrace.observe.units import (
     count,
     duration,
     interval,
-    label_of,
     moment,
     percent,
     points,
@@ -259,7 +258,7 @@ def _print_evaluations(run: Run, console: Console) -> None:
     for e in run.evaluations:
         ok, n = e.get("multi_turn") or (0, 0)
         table.add_row(
-            label_of(e),
+            run.label(e),
             Text(percent(e.get("success")), style="bold"),
             interval(e.get("low", 0.0), e.get("high", 1.0)),
             str(e.get("n", "–")),
@@ -268,7 +267,7 @@ def _print_evaluations(run: Run, console: Console) -> None:
         )
     console.print(table)
     for c in run.comparisons():
-        against = f"stage {c.rival} (same start)" if c.rival else label_of(c.before)
+        against = f"stage {c.rival} (same start)" if c.rival else run.label(c.before)
         console.print(
             Text.assemble(
                 f"after {c.stage} against {against}: ",

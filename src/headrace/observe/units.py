@@ -5,7 +5,7 @@ One place, so that the live view, the report and `headrace show` agree to the la
 
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 
@@ -105,10 +105,21 @@ def stage_of(evaluation: Mapping[str, Any]) -> str:
     return str(evaluation.get("after", "?")).removesuffix(" greedy")
 
 
-def label_of(evaluation: Mapping[str, Any]) -> str:
-    """What an evaluation measured, in words: "before training" or "after rl", greedy marked."""
+def label_of(evaluation: Mapping[str, Any], *, task: bool = False) -> str:
+    """What an evaluation measured, in words: "before training" or "after rl", greedy marked.
+
+    Args:
+        evaluation: its record.
+        task: name the task first, as where several are measured.
+    """
     words = after_words(stage_of(evaluation))
+    words = f"{evaluation.get('task', '?')} {words}" if task else words
     return f"{words}, greedy" if evaluation.get("temperature") == 0 else words
+
+
+def several_tasks(evaluations: Iterable[Mapping[str, Any]]) -> bool:
+    """Whether these are of more than one task, so that labels have to name it."""
+    return len({e.get("task") for e in evaluations}) > 1
 
 
 def after_words(stage: str) -> str:

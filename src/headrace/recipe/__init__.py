@@ -14,6 +14,7 @@ from headrace.recipe.loading import (
     tables_in,
 )
 from headrace.recipe.objectives import (
+    DistillationObjective,
     DoubleSidedObjective,
     GrpoObjective,
     IcepopObjective,
@@ -24,6 +25,7 @@ from headrace.recipe.objectives import (
     UncorrectedObjective,
 )
 from headrace.recipe.recipe import Recipe
+from headrace.recipe.sharing import RatiosTable, TaskRatio, share_limits
 from headrace.recipe.stages import (
     AgenticRlStage,
     ContextStep,
@@ -48,11 +50,13 @@ from headrace.recipe.tables import (
     SessionTable,
     Table,
 )
+from headrace.recipe.tasks import TaskTable
 
 __all__ = [
     "AgenticRlStage",
     "ContextStep",
     "CorpusTable",
+    "DistillationObjective",
     "DoubleSidedObjective",
     "DsaAdaptStage",
     "DsaWarmupStage",
@@ -69,6 +73,7 @@ __all__ = [
     "ObjectiveTable",
     "PpoRolloutObjective",
     "PretrainStage",
+    "RatiosTable",
     "Recipe",
     "SessionTable",
     "SftStage",
@@ -76,12 +81,15 @@ __all__ = [
     "StageTable",
     "SupervisedStage",
     "Table",
+    "TaskRatio",
+    "TaskTable",
     "TruncatedIsObjective",
     "UncorrectedObjective",
     "apply_override",
     "find_recipe",
     "load_recipe",
     "parse_recipe",
+    "share_limits",
     "stage_kinds",
     "suggest",
     "tables_in",

@@ -12,8 +12,13 @@ from headrace.recipe.recipe import Recipe
 from headrace.recipe.stages import Stage, StageTable
 from headrace.recipe.suggestions import suggest
 from headrace.recipe.tables import CorpusTable, NamedModelTable, Table
+from headrace.recipe.tasks import TaskTable
 
-_NAMED_TABLES: dict[str, type[Table]] = {"data": CorpusTable, "models": NamedModelTable}
+_NAMED_TABLES: dict[str, type[Table]] = {
+    "data": CorpusTable,
+    "models": NamedModelTable,
+    "tasks": TaskTable,
+}
 """Tables of tables, and what an entry is."""
 
 AnyTable = TypeVar("AnyTable", bound=Table)

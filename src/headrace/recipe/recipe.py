@@ -22,6 +22,7 @@ from headrace.recipe.tables import (
     Table,
     TokenizerTable,
 )
+from headrace.recipe.tasks import TaskTable
 
 Name = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_-]*$")]
 
@@ -55,8 +56,8 @@ class Recipe(Table):
     """What a rollout may use of the models."""
     models: dict[Name, NamedModelTable] = Field(default_factory=dict)
     """Further models by name, e.g. a teacher or a judge: [models.NAME]."""
-    tasks: dict[str, dict[str, Any]] = Field(default_factory=dict)
-    """Options per task service, e.g. [tasks.terminal]; each service checks its own."""
+    tasks: dict[str, TaskTable] = Field(default_factory=dict)
+    """Task services by name, where they run and their options: [tasks.NAME]."""
     evaluation: EvaluationTable | None = None
     """Held-out tasks; there by default unless [measure] is."""
     measure: MeasureTable | None = None

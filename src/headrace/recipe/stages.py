@@ -4,7 +4,9 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from headrace.recipe.objectives import DoubleSidedObjective, Objective
+from headrace.recipe.objectives import DistillationObjective, DoubleSidedObjective, Objective
+from headrace.recipe.sharing import RatiosTable, TaskRatio, check_ratios
+from headrace.recipe.suggestions import suggest
 from headrace.recipe.tables import Fraction, Positive, Seconds, Table
 
 Weight = Annotated[float, Field(gt=0.0)]
@@ -206,15 +208,17 @@ class AgenticRlStage(StageTable):
     """Stage type."""
     task: str = "terminal"
     """Task service."""
-    tasks: dict[str, Weight] = Field(default_factory=dict)
+    tasks: dict[str, TaskRatio] = Field(default_factory=dict)
     """Instead of task: several, with their target ratios of the groups, e.g. { terminal = 0.5,
-    reasoning = 0.5 }."""
+    reasoning = 0.5 }; a table instead of a number says more: [stages.tasks.NAME]."""
+    ratios: RatiosTable = RatiosTable()
+    """Whether the ratios move as the stage goes on: [stages.ratios]."""
     mode: Literal["async", "sync"] = "async"
     """"async": generation never waits for training; "sync": generate a batch, train, publish."""
     updates: Positive | None = None
     """Optimizer updates; the stage ends at `updates` or `seconds`, whichever comes first."""
-    group_size: Annotated[int, Field(ge=2)] = 8
-    """Rollouts per instance; they share a baseline."""
+    group_size: Positive = 8
+    """Rollouts per instance; they share a baseline. 1 for distillation, which has none."""
     groups_per_batch: Positive = 8
     """Groups with signal per optimizer update."""
     concurrency: Positive = 64
@@ -247,6 +251,10 @@ class AgenticRlStage(StageTable):
     """Sampling temperature of rollouts."""
     max_sequence: Positive | None = None
     """Longest sequence trained on, in tokens; by default engine.max_context."""
+    give_up_s: Seconds = 120.0
+    """Seconds without one rollout whose environment worked, all tasks having failed many times in a
+    row and being paused, after which the stage ends with an error. A task that fails so rests while
+    the others go on, and is tried again."""
 
     @model_validator(mode="after")
     def _budget(self) -> Self:
@@ -259,12 +267,13 @@ class AgenticRlStage(StageTable):
         # A resolved recipe spells defaults out.
         if self.tasks and self.task != "terminal":
             raise ValueError("give task or tasks, not both")
+        check_ratios(self.ratios, self.tasks)
         return self
 
     @property
     def task_ratios(self) -> dict[str, float]:
         """Every task of the stage with its target ratio."""
-        return dict(self.tasks) or {self.task: 1.0}
+        return {name: table.ratio for name, table in self.tasks.items()} or {self.task: 1.0}
 
     @model_validator(mode="before")
     @classmethod
@@ -281,6 +290,38 @@ class AgenticRlStage(StageTable):
             raise ValueError(f"{key} beside objective; move it to [stages.objective]")
         rest = {key: value for key, value in data.items() if key not in moved}
         return {**rest, "objective": {"kind": "double_sided_is", **objective, **moved}}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _one_rollout_is_a_group(cls, data: Any) -> Any:
+        objective = data.get("objective") if isinstance(data, dict) else None
+        kind = objective.get("kind") if isinstance(objective, dict) else None
+        return {"group_size": 1, **data} if kind == "distillation" else data
+
+    @model_validator(mode="after")
+    def _comparable(self) -> Self:
+        distils = isinstance(self.objective, DistillationObjective)
+        if distils and self.group_size != 1:
+            raise ValueError(
+                f"group_size is {self.group_size}, but distillation compares nothing; make it 1"
+            )
+        if not distils and self.group_size < 2:
+            raise ValueError(
+                "group_size is 1, which leaves nothing to compare a reward with; use 2 or more, or "
+                'objective.kind = "distillation"'
+            )
+        if isinstance(self.objective, DistillationObjective):
+            tasks = set(self.task_ratios)
+            for task in sorted(tasks):
+                if self.objective.teacher_of(task) is None:
+                    raise ValueError(f"objective.teachers names none for task {task}; add one")
+            for task in self.objective.teachers:
+                if task not in tasks:
+                    raise ValueError(
+                        f'objective.teachers names "{task}", which is no task of the stage'
+                        f"{suggest(task, sorted(tasks))}"
+                    )
+        return self
 
     @property
     def divides_by_std(self) -> bool:

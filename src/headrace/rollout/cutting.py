@@ -19,10 +19,11 @@ from headrace.rollout.types import DropReason, Segment, Session
 
 
 class TrainingMember(msgspec.Struct, frozen=True):
-    """A trajectory of a batch: its group, segments, advantage and multiplicity."""
+    """A trajectory of a batch: its group, task, segments, advantage and multiplicity."""
 
     session_id: str
     group_id: str
+    task: str
     segments: tuple[Segment, ...]
     advantage: float
     multiplicity: int
@@ -35,6 +36,13 @@ class TrainingBatch(msgspec.Struct, frozen=True):
     index: int
     members: tuple[TrainingMember, ...]
     tasks: dict[str, int]
+
+
+class StaleDrop(msgspec.Struct, frozen=True):
+    """What was too old: so many trajectories, and by task the groups that were left empty."""
+
+    trajectories: int
+    groups: dict[str, int]
 
 
 class _ReadyGroup(msgspec.Struct):
@@ -81,8 +89,8 @@ class BatchQueue:
         """Forget what waits."""
         self._ready.clear()
 
-    def drop_stale(self, version: int) -> int:
-        """Remove trajectories that are too old for a batch cut now; returns how many."""
+    def drop_stale(self, version: int) -> StaleDrop:
+        """Remove trajectories that are too old for a batch cut now."""
         stale: list[tuple[str, DropReason]] = []
         for group in self._ready:
             keep: list[WeightedRollout] = []
@@ -93,10 +101,11 @@ class BatchQueue:
                 else:
                     keep.append(member)
             group.members = keep
+        empty = Counter(group.task for group in self._ready if not group.members)
         if stale:
             self._ledger.drop(stale)
             self._ready = deque(g for g in self._ready if g.members)
-        return len(stale)
+        return StaleDrop(len(stale), empty)
 
     def cut(self, version: int, count: int) -> TrainingBatch:
         """A batch of the `count` oldest groups, which have to be there, at `version`."""
@@ -115,6 +124,7 @@ class BatchQueue:
                     TrainingMember(
                         member.session_id,
                         group.group_id,
+                        group.task,
                         found,
                         member.advantage,
                         member.multiplicity,
@@ -149,6 +159,7 @@ class BatchQueue:
                 TrainingMember(
                     member.session_id,
                     session.group_id,
+                    session.task,
                     found,
                     member.advantage,
                     member.multiplicity,

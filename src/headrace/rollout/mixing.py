@@ -1,11 +1,12 @@
 """Which problem comes next: tasks in their target ratios, and nothing that is held out.
 
 Pure bookkeeping, deterministic, and small enough to be saved with every dispatch. It knows tasks by
-name, a way to their instances and contents by hash; nothing of rollouts or rewards.
+name, a way to their instances and contents by hash; nothing of rollouts or rewards. Where ratios
+come from while they change is `ratios`' business.
 """
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -15,6 +16,9 @@ from headrace.tasks.types import TaskInstance, TaskService
 
 MOST_SKIPS = 1000
 """So many held-out instances in a row end the stage with an error."""
+MOST_OWED = 32
+"""Groups that a task may be behind and still get later. One that cannot take its share for long,
+because it is at its limit, would else fill whole batches once it can."""
 
 
 class TaskShare(msgspec.Struct, frozen=True):
@@ -24,11 +28,13 @@ class TaskShare(msgspec.Struct, frozen=True):
         name: of the task service.
         ratio: share of the groups, relative to the other tasks'; above 0.
         instance: gives the training instance of position 0, 1, 2, ...
+        concurrency: most rollouts of it in flight; None for no limit of its own.
     """
 
     name: str
     ratio: float
     instance: Callable[[int], TaskInstance]
+    concurrency: int | None = None
 
 
 class HeldOut:
@@ -47,18 +53,38 @@ class HeldOut:
 
     def __contains__(self, instance: TaskInstance) -> bool:
         """Whether the same problem is measured. May block while the problem is made."""
-        return self._content(instance) in self._contents
+        return bool(self._contents) and self._content(instance) in self._contents
 
     def _content(self, instance: TaskInstance) -> str:
         return self._tasks[instance.task].content_id(instance)
 
 
+class _Account(msgspec.Struct, array_like=True):
+    """What is kept of one task.
+
+    Attributes:
+        position: of its next instance.
+        groups: given so far.
+        wanted: how many it should have been given, by the ratios of each time.
+        owed: how many of these it can still get; the sum over all tasks is 0.
+        trained: groups that went to the trainer.
+    """
+
+    position: int = 0
+    groups: int = 0
+    wanted: float = 0.0
+    owed: float = 0.0
+    trained: int = 0
+
+
 class TaskMix:
     """Gives the training instances of a stage, one per group.
 
-    The next group goes to the task that is furthest behind its ratio of all groups so far, the
-    first named one among equals. So after n groups every task is within one group of n times its
-    ratio where there are two tasks, and within a few where there are more.
+    With each group every task earns its ratio of one, and the group goes to the task that is owed
+    most, the first named one among equals. So with constant ratios, after n groups every task is
+    within one group of n times its ratio where there are two tasks, and within a few where there
+    are more; with ratios that change, of the sum of its ratios. A task that was passed over is
+    owed at most `MOST_OWED` groups; what it would earn beyond goes to the others.
 
     Args:
         shares: the stage's tasks.
@@ -68,6 +94,10 @@ class TaskMix:
 
     Raises:
         ValueError: no task, a repeated one, or a ratio that is not above 0.
+
+    Attributes:
+        targets: the ratios asked for, as shares of 1.
+        ratios: those that count now, see `retarget`.
     """
 
     def __init__(
@@ -81,50 +111,121 @@ class TaskMix:
         if not names or len(set(names)) != len(names) or any(s.ratio <= 0 for s in shares):
             raise ValueError(f"TaskMix: tasks {names} need different names and ratios above 0")
         total = sum(share.ratio for share in shares)
-        self.ratios = {share.name: share.ratio / total for share in shares}
+        self.targets = {share.name: share.ratio / total for share in shares}
+        self.ratios = dict(self.targets)
         self.skipped = dict.fromkeys(names, 0)
         """Held-out instances met by this process, by task."""
         self._shares = {share.name: share for share in shares}
         self._held_out = held_out
+        self._accounts = self._opened(state)
+
+    def _opened(self, state: Any) -> dict[str, _Account]:
+        """An account for every task, as an earlier process left it."""
         if isinstance(state, int):
-            state = {names[0]: [state, state]}
-        saved = state or {}
-        self._positions = {name: saved.get(name, (0, 0))[0] for name in names}
-        self._groups = {name: saved.get(name, (0, 0))[1] for name in names}
+            state = {next(iter(self._shares)): [state, state]}
+        saved = {name: (state or {}).get(name, []) for name in self._shares}
+        accounts = {n: msgspec.convert(values, _Account) for n, values in saved.items()}
+        groups = sum(account.groups for account in accounts.values())
+        if groups and all(len(values) <= 2 for values in saved.values()):  # of an older version
+            for name, account in accounts.items():
+                account.wanted = self.targets[name] * groups
+                account.owed = account.wanted - account.groups
+        return accounts
 
     @property
-    def state(self) -> dict[str, list[int]]:
-        """What has to be saved with a dispatch: by task, its next position and its groups."""
-        return {name: [self._positions[name], self._groups[name]] for name in self._shares}
+    def state(self) -> dict[str, list[float]]:
+        """What has to be saved with a dispatch: by task, an `_Account`'s numbers in order."""
+        return {name: msgspec.to_builtins(account) for name, account in self._accounts.items()}
 
     @property
     def groups(self) -> int:
         """Instances given so far, by earlier processes too."""
-        return sum(self._groups.values())
+        return sum(account.groups for account in self._accounts.values())
+
+    def limit(self, name: str) -> int | None:
+        """Most rollouts of a task in flight; None for no limit of its own."""
+        return self._shares[name].concurrency
 
     def share_of(self, name: str) -> float:
         """A task's part of all groups so far; its ratio while there are none."""
-        return self._groups[name] / self.groups if self.groups else self.ratios[name]
+        groups = self.groups
+        return self._accounts[name].groups / groups if groups else self.ratios[name]
 
-    async def next(self) -> TaskInstance:
+    def wanted_share_of(self, name: str) -> float:
+        """The mean of a task's ratios over all groups so far; its ratio while there are none."""
+        groups = self.groups
+        return self._accounts[name].wanted / groups if groups else self.ratios[name]
+
+    def trained_share_of(self, name: str) -> float | None:
+        """A task's part of all groups that went to the trainer; None while there are none."""
+        trained = sum(account.trained for account in self._accounts.values())
+        return self._accounts[name].trained / trained if trained else None
+
+    def retarget(self, ratios: Mapping[str, float]) -> None:
+        """From the next group on these ratios count.
+
+        Args:
+            ratios: of every task, >= 0, summing to 1.
+        """
+        self.ratios = {name: ratios[name] for name in self._shares}
+
+    def trained(self, name: str, groups: int) -> None:
+        """Groups of a task went to the trainer."""
+        self._accounts[name].trained += groups
+
+    def choose(self, full: Collection[str] = ()) -> str | None:
+        """The task of the next group, if it is not one of `full`; None when all are."""
+        earned = self._earned()
+        free = [name for name in self._accounts if name not in full]
+        return max(free, key=lambda n: self._accounts[n].owed + earned[n], default=None)
+
+    async def next(self, name: str | None = None) -> TaskInstance:
         """The instance of the next group. For one caller at a time.
+
+        Args:
+            name: of its task, as `choose` named it; None chooses.
 
         Raises:
             UserError: a task gives held-out instances only.
+            TaskUnavailable: its service cannot be asked now; nothing has changed.
         """
-        ahead = self.groups + 1
-        name = max(self.ratios, key=lambda n: self.ratios[n] * ahead - self._groups[n])
-        for _ in range(MOST_SKIPS):
-            instance = self._shares[name].instance(self._positions[name])
-            self._positions[name] += 1
-            # Making a problem may take a while, and rollouts must not stand still for it.
-            if self._held_out is None or not await asyncio.to_thread(
-                self._held_out.__contains__, instance
-            ):
-                self._groups[name] += 1
+        name = name or self.choose()
+        assert name is not None  # there is a task, and none is left out
+        # Nothing is booked before it is found: others may save the state meanwhile.
+        begin = self._accounts[name].position
+        for position in range(begin, begin + MOST_SKIPS):
+            if self._held_out is None:
+                instance, held_out = self._look(name, position)
+            else:
+                # Making a problem may take a while, and rollouts must not stand still for it.
+                instance, held_out = await asyncio.to_thread(self._look, name, position)
+            if not held_out:
+                self._give(name, position + 1)
                 return instance
             self.skipped[name] += 1
         raise UserError(
             f"task {name}: {MOST_SKIPS} training instances in a row are held out for evaluation; "
             "choose harder or more families, or fewer evaluation.instances"
         )
+
+    def _look(self, name: str, position: int) -> tuple[TaskInstance, bool]:
+        """A task's instance, and whether it is held out."""
+        instance = self._shares[name].instance(position)
+        return instance, self._held_out is not None and instance in self._held_out
+
+    def _give(self, name: str, position: int) -> None:
+        """Book a group; the task goes on at `position`."""
+        for other, earned in self._earned().items():
+            self._accounts[other].wanted += self.ratios[other]
+            self._accounts[other].owed += earned
+        self._accounts[name].position = position
+        self._accounts[name].groups += 1
+        self._accounts[name].owed -= 1.0
+
+    def _earned(self) -> dict[str, float]:
+        """What each task earns with the next group: 1 in all, nothing for those owed most."""
+        earning = {n: r for n, r in self.ratios.items() if self._accounts[n].owed < MOST_OWED}
+        total = sum(earning.values())
+        if total <= 0.0:  # the only ones with a ratio are owed most
+            earning, total = self.ratios, 1.0
+        return {name: earning.get(name, 0.0) / total for name in self._accounts}

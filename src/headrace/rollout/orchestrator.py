@@ -8,23 +8,24 @@ All decisions go to the ledger first. How a batch is made of groups is `cutting`
 import asyncio
 import contextlib
 from collections import deque
+from collections.abc import Sequence
 
 import msgspec
 
 from headrace.errors import UserError
 from headrace.rollout.cutting import BatchQueue, TrainingBatch
-from headrace.rollout.groups import GroupDecision, ScoredRollout, advantages
+from headrace.rollout.groups import GroupDecision, ScoredRollout, advantages, judged
 from headrace.rollout.ledger import Ledger
 from headrace.rollout.mixing import TaskMix
 from headrace.rollout.naming import missing_names, place, rollout_seed, session_name
+from headrace.rollout.pausing import TaskPauses
+from headrace.rollout.ratios import AdaptiveRatios
 from headrace.rollout.records import TRAIN, Recovery, WaitingGroup
 from headrace.rollout.runner import FinishedRollout, RolloutRunner, Ticket
+from headrace.rollout.sharing import TaskSharing
 from headrace.rollout.types import DropReason, Outcome, Session
 from headrace.rollout.window import Window
-from headrace.tasks.types import TaskInstance
-
-FAILURES_IN_A_ROW = 64
-"""So many environment failures without one success in between end the stage with an error."""
+from headrace.tasks.types import TaskInstance, TaskUnavailable
 
 
 class SourceConfig(msgspec.Struct, frozen=True):
@@ -39,6 +40,8 @@ class SourceConfig(msgspec.Struct, frozen=True):
     max_tokens: int
     leave_one_out: bool = False
     advantage_std: bool = False
+    judged: bool = False
+    """A teacher judges every token: rewards play no part, and every valid rollout trains."""
     synchronous: bool = False
     seed: int = 0
     """The recipe's; with a rollout's place it decides what the rollout samples."""
@@ -51,6 +54,8 @@ class RolloutSource:
 
     Args:
         mix: gives the instance of each new group.
+        pauses: which tasks rest because their environment fails; by default with its defaults.
+        ratios: adjusts the mix as groups are decided and train; None leaves it as it is.
     """
 
     def __init__(
@@ -60,13 +65,23 @@ class RolloutSource:
         runner: RolloutRunner,
         ledger: Ledger,
         mix: TaskMix,
+        pauses: TaskPauses | None = None,
+        ratios: AdaptiveRatios | None = None,
         next_batch: int = 0,
     ) -> None:
         self.config = config
         self.window = Window()
         self._runner = runner
         self._ledger = ledger
-        self.mix = mix
+        self.pauses = pauses or TaskPauses(mix.ratios)
+        self.sharing = TaskSharing(
+            config.stage,
+            mix,
+            group_size=config.group_size,
+            # A synchronous batch has so many groups; nobody may take the place of another.
+            in_turn=config.synchronous,
+            ratios=ratios,
+        )
         self._open: dict[str, tuple[int, dict[str, Session]]] = {}
         self._ready = BatchQueue(
             ledger,
@@ -78,8 +93,6 @@ class RolloutSource:
         self._rollouts: dict[asyncio.Task[None], str] = {}
         self._room_changed = asyncio.Event()
         self._ready_changed = asyncio.Event()
-        self._failures = 0
-        self._last_failure = ""
         self._error: BaseException | None = None
         self._producer: asyncio.Task[None] | None = None
         self._credit = 0  # groups a synchronous stage may still dispatch for the coming batch
@@ -143,7 +156,7 @@ class RolloutSource:
     @property
     def cursor(self) -> int:
         """Groups dispatched so far."""
-        return self.mix.groups
+        return self.sharing.mix.groups
 
     def take_window(self) -> Window:
         """Counts since the last call."""
@@ -161,13 +174,23 @@ class RolloutSource:
             return False
         return len(self._ready) < config.ready_batches * config.groups_per_batch
 
+    def _due(self) -> str | None:
+        """The task of the next group; None while none can take one."""
+        return self.sharing.next_task(self.pauses.resting)
+
     async def _produce(self) -> None:
         while True:
             while self._redispatch:
                 self._dispatch(*self._redispatch.popleft())
-            while self._room():
-                group_id = f"{self.config.stage}-{self.mix.groups:06d}"
-                instance = await self.mix.next()
+            while self._room() and (due := self._due()) is not None:
+                group_id = f"{self.config.stage}-{self.sharing.mix.groups:06d}"
+                try:
+                    instance = await self.sharing.mix.next(due)
+                except TaskUnavailable as error:
+                    self.pauses.unavailable(due, str(error))
+                    self._wake()
+                    continue
+                self.pauses.dispatched(due)
                 self._credit -= 1
                 self.window.of(instance.task).dispatched += 1
                 self._open[group_id] = (self.config.group_size, {})
@@ -177,7 +200,11 @@ class RolloutSource:
                 # Give the rollouts of one group a head start over building the next.
                 await asyncio.sleep(0)
             self._room_changed.clear()
-            await self._room_changed.wait()
+            # A task that rests may be tried again when its pause ends. Not `wait_for`, which may
+            # swallow the cancellation that ends this.
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self.pauses.next_try_s if self._room() else None):
+                    await self._room_changed.wait()
 
     def _dispatch(
         self, group_id: str, instance: TaskInstance, names: list[tuple[int, str]]
@@ -202,15 +229,16 @@ class RolloutSource:
             instance.task,
             msgspec.to_builtins(instance),
             [t.session_id for t in tickets],
-            state={cursor_key(self.config.stage): self.mix.state},
+            state=self.sharing.state,
         )
         for ticket in tickets:
             task = asyncio.create_task(self._rollout(ticket), name=ticket.session_id)
-            self._rollouts[task] = ticket.session_id
+            self._rollouts[task] = instance.task
+            self.sharing.running[instance.task] += 1
             task.add_done_callback(self._finished)
 
     def _finished(self, task: asyncio.Task[None]) -> None:
-        self._rollouts.pop(task, None)
+        self.sharing.running[self._rollouts.pop(task)] -= 1
         if not task.cancelled() and task.exception() is not None:
             self._error = self._error or task.exception()
         self._wake()
@@ -225,31 +253,25 @@ class RolloutSource:
             self._decide(ticket.group_id, sessions)
 
     def _count(self, finished: FinishedRollout) -> None:
-        window, session = self.window, finished.session
-        window.finished += 1
-        task = window.of(session.task)
-        task.finished += 1
-        window.turns += len(session.policy_calls)
-        window.sampled_tokens += sum(len(c.output_ids) for c in session.policy_calls)
+        session = finished.session
+        self.window.count(session, finished.reward, finished.wall_s)
         if session.outcome is Outcome.ENV_FAILED:
-            window.env_failed += 1
-            self._failures += 1
-            self._last_failure = session.reason
-        else:
-            self._failures = 0
-        if finished.reward is not None:
-            window.scored += 1
-            window.reward_sum += finished.reward
-            task.scored += 1
-            task.reward_sum += finished.reward
+            self.pauses.failed(session.task, session.reason)
+        elif session.outcome is not Outcome.CANCELLED:
+            self.pauses.succeeded(session.task)
 
     # -- deciding ---------------------------------------------------------------------------
 
     def _decide(self, group_id: str, sessions: dict[str, Session]) -> None:
         """Turn a complete group into advantages, or drop it with its reason."""
         decision = self._decision(sessions)
-        self._ledger.decide_group(group_id, decision)
+        task = next(iter(sessions.values())).task
+        with self._ledger.transaction():
+            self._ledger.decide_group(group_id, decision)
+            self.sharing.decided(task, decision)
+            self._save()
         self.window.groups += 1
+        self.window.of(task).dropped += not decision.members
         if decision.drop_reason is DropReason.NO_SIGNAL:
             self.window.dropped_no_signal += 1
         elif decision.drop_reason is DropReason.GROUP_INVALID:
@@ -258,27 +280,33 @@ class RolloutSource:
             self._ready.add(group_id, decision.members, sessions)
         self._wake()
 
+    def _save(self) -> None:
+        """Keep how tasks share the stage where a resume looks."""
+        for name, value in self.sharing.state.items():
+            self._ledger.put_state(name, value)
+
     def _decision(self, sessions: dict[str, Session]) -> GroupDecision:
         scored = [
             ScoredRollout(s.id, s.outcome or Outcome.CANCELLED, s.rewards.get("reward"))
             # As dispatched, not as finished; see `BatchQueue.cut`.
             for s in sorted(sessions.values(), key=lambda session: place(session.id))
         ]
+        return self._weighted(scored, max(self.config.group_size, len(scored)))
+
+    def _weighted(self, scored: Sequence[ScoredRollout], size: int) -> GroupDecision:
+        if self.config.judged:
+            return judged(scored)
         return advantages(
             scored,
-            group_size=max(self.config.group_size, len(scored)),
+            group_size=size,
             leave_one_out=self.config.leave_one_out,
             normalise_std=self.config.advantage_std,
         )
 
     def _requeue(self, waiting: WaitingGroup) -> None:
         """A decided group from before a crash: decide again (it is pure), keep what is pending."""
-        decision = advantages(
-            sorted(waiting.rollouts, key=lambda rollout: place(rollout.session_id)),
-            group_size=waiting.size,
-            leave_one_out=self.config.leave_one_out,
-            normalise_std=self.config.advantage_std,
-        )
+        ordered = sorted(waiting.rollouts, key=lambda rollout: place(rollout.session_id))
+        decision = self._weighted(ordered, waiting.size)
         members = [m for m in decision.members if m.session_id in waiting.pending]
         sessions = {m.session_id: self._ledger.trainable(m.session_id) for m in members}
         if members:
@@ -290,7 +318,7 @@ class RolloutSource:
         """The next batch, cut at `version`; None when `timeout_s` passes first.
 
         Raises:
-            UserError: the environment fails again and again.
+            UserError: no task's environment works any more.
         """
         if self._ready.replaying:
             return self._ready.replayed()
@@ -299,36 +327,42 @@ class RolloutSource:
             self._credit = self._round_left()
             self._wake()
         while True:
-            stale = self._ready.drop_stale(version)
-            if stale:
-                self.window.dropped_stale += stale
-                self._room_changed.set()
+            self._drop_stale(version)
             if self._enough():
                 return self._cut(version)
             if self._error is not None:
                 raise self._error  # the recorder failed (a full disk, a bug): nothing can go on
-            if self._failures >= FAILURES_IN_A_ROW:
-                raise UserError(
-                    f"stage {self.config.stage}: {self._failures} rollouts in a row ended with an "
-                    f"environment failure, the last one: {self._last_failure}"
-                )
+            if (verdict := self.pauses.verdict) is not None:
+                raise UserError(f"stage {self.config.stage}: {verdict}")
             if self._producer is not None and self._producer.done():
                 self._producer.result()
             remaining = deadline - asyncio.get_running_loop().time()
             if remaining <= 0:
                 return None
+            if (patience_s := self.pauses.patience_s) is not None:
+                remaining = min(remaining, patience_s)
             self._ready_changed.clear()
+            # Not wait_for: before Python 3.12 it loses a cancellation that comes with the event.
             with contextlib.suppress(TimeoutError):
-                # Not wait_for: in Python 3.11 it forgets a cancellation that meets the event.
                 async with asyncio.timeout(remaining):
                     await self._ready_changed.wait()
+
+    def _drop_stale(self, version: int) -> None:
+        stale = self._ready.drop_stale(version)
+        if not stale.trajectories:
+            return
+        self.window.dropped_stale += stale.trajectories
+        for task, groups in stale.groups.items():
+            self.window.of(task).dropped += groups
+        self.sharing.lost(stale.groups)
+        self._room_changed.set()
 
     def _round_left(self) -> int:
         """Groups that the next synchronous batch still lacks: all of them, or, after a crash, those
         that had not been dispatched."""
         size = self.config.groups_per_batch
         begun = self._open or self._ready
-        return -self.mix.groups % size or (0 if begun else size)
+        return -self.sharing.mix.groups % size or (0 if begun else size)
 
     def _wake(self) -> None:
         """Something finished or was taken: producer and consumer look again."""
@@ -349,15 +383,12 @@ class RolloutSource:
 
     def _cut(self, version: int) -> TrainingBatch:
         config = self.config
-        batch = self._ready.cut(
-            version, len(self._ready) if config.synchronous else config.groups_per_batch
-        )
+        count = len(self._ready) if config.synchronous else config.groups_per_batch
+        with self._ledger.transaction():
+            batch = self._ready.cut(version, count)
+            self.sharing.trained(batch.tasks)
+            self._save()
         for task, groups in batch.tasks.items():
             self.window.of(task).trained += groups
         self._wake()
         return batch
-
-
-def cursor_key(stage: str) -> str:
-    """Name under which the ledger keeps what a stage has dispatched; see `TaskMix.state`."""
-    return f"cursor:{stage}"

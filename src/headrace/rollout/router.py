@@ -99,6 +99,12 @@ class Router:
             return await self._carry(request, flight, on_progress)
         finally:
             del self._flights[request.id]
+            if not request.session:
+                self.release(request.id)
+
+    def _session(self, request: GenerationRequest) -> str:
+        """What the request is routed by; one without a session is a session of its own."""
+        return request.session or request.id
 
     async def _carry(
         self,
@@ -109,13 +115,14 @@ class Router:
         began = self._clock()
         received = Received(request, on_progress)
         refused: set[str] = set()
+        session = self._session(request)
         problem, failures = "no replica served it", 0
         while failures <= self._retries:
             left = request.timeout_s - (self._clock() - began)
             ended = received.end(aborted=flight.aborted, expired=left <= 0)
             if ended is not None:
                 return received.without_engine(ended, self._clock() - began)
-            replica = await self._pool.find(request.session or request.id, refused, left)
+            replica = await self._pool.find(session, refused, left)
             if replica is None:
                 continue
             flight.replica = replica
@@ -206,6 +213,7 @@ class Router:
             "imbalance": self._table.imbalance(),
             "serving": len(self._pool.serving),
             "replicas": self.replicas(),
+            "restarts": sum(replica["restarts"] for replica in self.replicas()),
             "counters": dict(self.counters),
         }
 

@@ -7,7 +7,6 @@ groups or batches.
 
 import asyncio
 import logging
-import math
 import time
 from collections.abc import Mapping
 from typing import Protocol
@@ -16,12 +15,14 @@ import msgspec
 
 from headrace.rollout.ledger import Ledger
 from headrace.rollout.types import LIMIT_WORDS, Call, Outcome, Session, SessionLimits
+from headrace.tasks.results import problem_with
 from headrace.tasks.types import Endpoint, RolloutResult, TaskInstance, TaskService
 
 logger = logging.getLogger(__name__)
 
 GRACE_S = 10.0
-"""A task service that overruns its own timeout by this much is cut off as hung."""
+"""A task service that overruns its own timeout by this much is cut off as hung, unless it has a
+`grace_s` of its own."""
 
 
 class SessionGate(Protocol):
@@ -158,27 +159,28 @@ class RolloutRunner:
     async def _attempt(self, ticket: Ticket, endpoint: Endpoint) -> RolloutResult:
         """The task service's result, or what its failure amounts to."""
         service = self._tasks[ticket.instance.task]
+        grace_s = getattr(service, "grace_s", GRACE_S)
+        deadline = asyncio.timeout(endpoint.timeout_s + grace_s)
         try:
-            async with asyncio.timeout(endpoint.timeout_s + GRACE_S):
+            async with deadline:
                 result = await service.rollout(ticket.instance, endpoint)
-        except TimeoutError:
-            return RolloutResult(
-                Outcome.ENV_FAILED,
-                reason=f"task service hung: no result {GRACE_S:.0f} s after its own timeout",
-            )
         except Exception as error:
+            if isinstance(error, TimeoutError) and deadline.expired():
+                return RolloutResult(
+                    Outcome.ENV_FAILED,
+                    reason=f"task service hung: no result {grace_s:.0f} s after its own timeout",
+                )
             # Whatever a task service raises hurts only its own rollout.
             logger.warning("rollout %s failed", ticket.session_id, exc_info=True)
             failure = f"{type(error).__name__}: {str(error)[:200]}"
             return self._limited(ticket, RolloutResult(Outcome.ENV_FAILED, reason=failure))
+        problem = problem_with(result)
+        if problem is not None:
+            return RolloutResult(
+                Outcome.ENV_FAILED, reason=f"the task service's result cannot be: {problem}"
+            )
         if result.outcome is Outcome.ENV_FAILED:
             return self._limited(ticket, result)
-        reward = result.rewards.get("reward")
-        if result.outcome.scored and (reward is None or not math.isfinite(reward)):
-            return RolloutResult(
-                Outcome.ENV_FAILED,
-                reason=f"task service gave no finite reward (got {reward!r})",
-            )
         return result
 
     def _limited(self, ticket: Ticket, failed: RolloutResult) -> RolloutResult:

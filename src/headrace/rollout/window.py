@@ -3,7 +3,14 @@
 Numbers only; who logs them and how often is not known here.
 """
 
+from collections import deque
+
 import msgspec
+
+from headrace.rollout.types import Outcome, Session
+
+_MOST_TIMES = 4096
+"""Wall clocks kept of one task between two looks, the newest."""
 
 
 class TaskCounts(msgspec.Struct):
@@ -15,8 +22,20 @@ class TaskCounts(msgspec.Struct):
     """Rollouts."""
     scored: int = 0
     reward_sum: float = 0.0
+    env_failed: int = 0
+    turns: int = 0
+    sampled_tokens: int = 0
+    dropped: int = 0
+    """Groups that will not train: without signal, invalid, or too old."""
     trained: int = 0
     """Groups handed to the trainer."""
+    seconds: deque[float] = msgspec.field(default_factory=lambda: deque(maxlen=_MOST_TIMES))
+    """Wall clock of each rollout that finished."""
+
+    def seconds_at(self, quantile: float) -> float | None:
+        """Wall clock that this share of the rollouts did not exceed; None when none finished."""
+        ordered = sorted(self.seconds)
+        return ordered[round(quantile * (len(ordered) - 1))] if ordered else None
 
 
 class Window(msgspec.Struct):
@@ -37,3 +56,18 @@ class Window(msgspec.Struct):
     def of(self, task: str) -> TaskCounts:
         """The counts of one task, made on first use."""
         return self.tasks.setdefault(task, TaskCounts())
+
+    def count(self, session: Session, reward: float | None, wall_s: float) -> None:
+        """A rollout finished."""
+        turns = len(session.policy_calls)
+        tokens = sum(len(call.output_ids) for call in session.policy_calls)
+        task = self.of(session.task)
+        task.seconds.append(wall_s)
+        for counts in (self, task):
+            counts.finished += 1
+            counts.turns += turns
+            counts.sampled_tokens += tokens
+            counts.env_failed += session.outcome is Outcome.ENV_FAILED
+            if reward is not None:
+                counts.scored += 1
+                counts.reward_sum += reward

@@ -9,7 +9,7 @@ import hashlib
 import os
 import shutil
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +17,12 @@ from headrace.cluster.types import WorkerFailure
 from headrace.engine.types import PolicyEngine
 from headrace.errors import UserError
 from headrace.model.shared_folder import own_folder
-from headrace.recipe import AgenticRlStage
+from headrace.recipe import AgenticRlStage, DistillationObjective, share_limits
 from headrace.rollout.mixing import HeldOut, TaskMix, TaskShare
-from headrace.rollout.orchestrator import RolloutSource, SourceConfig, cursor_key
+from headrace.rollout.orchestrator import RolloutSource, SourceConfig
+from headrace.rollout.pausing import TaskPauses
+from headrace.rollout.ratios import AdaptiveRatios, RatioRule, TaskBounds
+from headrace.rollout.sharing import cursor_key, ratios_key
 from headrace.rollout.window import Window
 from headrace.stages.context import (
     SAVE_TIMEOUT_S,
@@ -29,6 +32,7 @@ from headrace.stages.context import (
     optimizer_config,
     save_weights,
 )
+from headrace.stages.task_metrics import task_metrics
 from headrace.stages.trainers import TrainerGroup, open_trainer
 from headrace.tasks.types import TaskService
 from headrace.training import rl
@@ -48,7 +52,12 @@ async def run_agentic_rl(
     begin = Path(recovery.checkpoint) if recovery.checkpoint else source
     mix = TaskMix(
         [
-            _share(context.tasks[name], ratio, context.recipe.seed * _INSTANCES_PER_SEED)
+            _share(
+                context.tasks[name],
+                ratio,
+                context.recipe.seed * _INSTANCES_PER_SEED,
+                stage.tasks[name].concurrency if name in stage.tasks else None,
+            )
             for name, ratio in stage.task_ratios.items()
         ],
         state=ledger.get_state(cursor_key(stage.name)),
@@ -65,12 +74,15 @@ async def run_agentic_rl(
             max_tokens=stage.max_sequence or context.recipe.engine.max_context,
             leave_one_out=stage.baseline == "leave_one_out",
             advantage_std=stage.divides_by_std,
+            judged=isinstance(stage.objective, DistillationObjective),
             synchronous=stage.mode == "sync",
             seed=context.recipe.seed,
         ),
         runner=system.runner,
         ledger=ledger,
         mix=mix,
+        pauses=TaskPauses(mix.ratios, give_up_s=stage.give_up_s, report=context.message),
+        ratios=_ratios(context, stage),
     )
     source_of_batches.resume(recovery)
     cores = system.cores.trainer
@@ -80,7 +92,7 @@ async def run_agentic_rl(
     ):
         await worker.request(
             "load",
-            load_request(stage, begin, reference=source),
+            load_request(stage, begin, reference=source, run_dir=context.run_dir),
             timeout_s=SAVE_TIMEOUT_S,
         )
         progress = rl.Progress(
@@ -133,8 +145,22 @@ async def run_agentic_rl(
     return {"updates": progress.step, "version": progress.version}
 
 
-def _share(task: TaskService, ratio: float, offset: int) -> TaskShare:
-    return TaskShare(task.name, ratio, lambda i: task.instance(task.train_seed(offset + i)))
+def _share(task: TaskService, ratio: float, offset: int, concurrency: int | None) -> TaskShare:
+    return TaskShare(
+        task.name, ratio, lambda i: task.instance(task.train_seed(offset + i)), concurrency
+    )
+
+
+def _ratios(context: StageContext, stage: AgenticRlStage) -> AdaptiveRatios | None:
+    """The rule that moves the ratios, as an earlier process left it; None for one task."""
+    if not stage.tasks:
+        return None
+    table = stage.ratios
+    return AdaptiveRatios(
+        RatioRule(table.rule, table.step, table.every, table.window, table.learnable),
+        {name: TaskBounds(*limits) for name, limits in share_limits(table, stage.tasks).items()},
+        state=context.ledger.get_state(ratios_key(stage.name)),
+    )
 
 
 def _held_out(context: StageContext) -> HeldOut:
@@ -147,7 +173,9 @@ def _held_out(context: StageContext) -> HeldOut:
     )
 
 
-def load_request(stage: AgenticRlStage, begin: Path, *, reference: Path) -> dict[str, Any]:
+def load_request(
+    stage: AgenticRlStage, begin: Path, *, reference: Path, run_dir: Path
+) -> dict[str, Any]:
     """What a `TrainerWorker` is asked to load.
 
     Args:
@@ -155,6 +183,7 @@ def load_request(stage: AgenticRlStage, begin: Path, *, reference: Path) -> dict
         begin: weights to go on from.
         reference: weights the stage began with, which is another checkpoint after a crash; a KL
             keeps close to these.
+        run_dir: holds the results of earlier stages, which may be teachers.
     """
     # Without a loss of its own nothing would reach the indexer, as selection has no gradient.
     trained: dict[str, Any] = {"trainable": "all", "losses": {"index": "sparse"}}
@@ -163,10 +192,20 @@ def load_request(stage: AgenticRlStage, begin: Path, *, reference: Path) -> dict
     return {
         "path": str(begin),
         "optimizer": optimizer_config(stage),
-        "rl": {**stage.objective.model_dump(), "temperature": stage.temperature},
+        "rl": {
+            **stage.objective.model_dump(exclude={"teacher", "teachers"}),
+            "temperature": stage.temperature,
+        },
+        "teachers": [str(_teacher(name, run_dir)) for name in rl.teacher_names(stage)],
         "reference": str(reference) if stage.objective.kl_weight > 0 else None,
         **trained,
     }
+
+
+def _teacher(name: str, run_dir: Path) -> Path:
+    """Where a teacher is: the result of an earlier stage, or a checkpoint of its own."""
+    result = run_dir / "checkpoints" / name
+    return result if result.is_dir() else Path(name)
 
 
 class _Transport:
@@ -286,7 +325,8 @@ class _RlObserver:
             metrics["engine_busy"] = min(1.0, busy / seconds / engines)
             metrics["gen_tokens_per_s"] = sampled / seconds
         metrics |= _replica_metrics(engine)
-        metrics |= _task_metrics(self.source.mix, window)
+        metrics |= task_metrics(self.source.sharing, window, seconds)
+        metrics |= _failure_metrics(self.source, window, self.context.tasks)
         if window.scored:
             metrics["reward_mean"] = window.reward_sum / window.scored
             metrics["success_rate"] = metrics["reward_mean"]
@@ -300,20 +340,21 @@ class _RlObserver:
         )
 
 
-def _task_metrics(mix: TaskMix, window: Window) -> dict[str, float]:
-    """How each task of several is doing, and how far the groups are from the target ratios."""
-    found = {"held_out_skipped": float(sum(mix.skipped.values()))}
-    if len(mix.ratios) == 1:
-        return found
-    found["ratio_error"] = max(abs(mix.share_of(n) - ratio) for n, ratio in mix.ratios.items())
-    for name in mix.ratios:
-        counts, place = window.of(name), f"task.{name}"
-        found[f"{place}.share"] = mix.share_of(name)
-        found[f"{place}.groups_dispatched"] = float(counts.dispatched)
-        found[f"{place}.rollouts_finished"] = float(counts.finished)
-        found[f"{place}.groups_trained"] = float(counts.trained)
-        if counts.scored:
-            found[f"{place}.reward_mean"] = counts.reward_sum / counts.scored
+def _failure_metrics(
+    source: RolloutSource, window: Window, tasks: Mapping[str, TaskService]
+) -> dict[str, float]:
+    """How the environment of each task fails; nothing where none has."""
+    found = {}
+    for name in source.sharing.mix.ratios:
+        pauses, failed = source.pauses.pauses(name), window.of(name).env_failed
+        losses = getattr(tasks[name], "losses", 0)
+        misreports = getattr(tasks[name], "misreports", 0)
+        if pauses or failed or losses or misreports:
+            place = f"task.{name}"
+            found[f"{place}.paused"] = float(name in source.pauses.paused)
+            found[f"{place}.pauses"] = float(pauses)
+            found[f"{place}.service_losses"] = float(losses)
+            found[f"{place}.service_misreports"] = float(misreports)
     return found
 
 

@@ -9,11 +9,18 @@ import uuid
 from collections.abc import Sequence
 from typing import Any
 
-from openai import AsyncOpenAI, BadRequestError
+from openai import (
+    DEFAULT_CONNECTION_LIMITS,
+    AsyncOpenAI,
+    BadRequestError,
+    DefaultAsyncHttpxClient,
+)
 
 from headrace.tasks.types import Endpoint
 
 _MAX_CLIENTS = 16
+_IDLE_CONNECTIONS = 32
+"""Kept of each client. Every request looks at all of them, so many cost more than they save."""
 
 
 class AgentFailure(Exception):
@@ -41,8 +48,15 @@ class ClientPool:
         if client is None:
             if len(self._clients) >= _MAX_CLIENTS:
                 raise RuntimeError(f"agents: more than {_MAX_CLIENTS} endpoint addresses")
+            # As many requests at once as there are rollouts; the runner bounds those.
+            limits = type(DEFAULT_CONNECTION_LIMITS)(
+                max_connections=None, max_keepalive_connections=_IDLE_CONNECTIONS
+            )
             client = AsyncOpenAI(
-                base_url=base_url, api_key="set-per-request", max_retries=self._retries
+                base_url=base_url,
+                api_key="set-per-request",
+                max_retries=self._retries,
+                http_client=DefaultAsyncHttpxClient(limits=limits),
             )
             self._clients[base_url] = client
         return client
@@ -69,12 +83,14 @@ async def complete(
         AgentFailure: the conversation no longer fits the model.
         openai.APIError: the endpoint failed and retrying did not help.
     """
-    declared: dict[str, Any] = {"tools": list(tools)} if tools else {}
-    asked: Any = list(messages)  # plain objects are what is sent
+    # Sent as it is: the client would walk through every message of the history, each time, to see
+    # what it is made of, which costs more than the rest of the call.
+    said = {"messages": list(messages)} | ({"tools": list(tools)} if tools else {})
     try:
         completion = await client.chat.completions.create(
             model=endpoint.model,
-            messages=asked,
+            messages=[],
+            extra_body=said,
             temperature=endpoint.temperature,
             top_p=endpoint.top_p,
             max_tokens=endpoint.max_tokens,
@@ -83,7 +99,6 @@ async def complete(
                 "Authorization": f"Bearer {endpoint.api_key}",
                 "Idempotency-Key": uuid.uuid4().hex,
             },
-            **declared,
         )
     except BadRequestError as error:
         if error.code == "context_length_exceeded" or "context length" in str(error):

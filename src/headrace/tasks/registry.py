@@ -11,6 +11,7 @@ from pydantic import BaseModel, ValidationError
 
 from headrace.errors import UserError
 from headrace.sandbox.types import SandboxProvider
+from headrace.tasks.importing import import_task
 from headrace.tasks.reasoning.service import ReasoningOptions, ReasoningTasks
 from headrace.tasks.terminal.service import TerminalOptions, TerminalTasks
 from headrace.tasks.types import TaskService
@@ -40,18 +41,63 @@ def create_task(
     Raises:
         UserError: unknown name, unknown option, or an option value out of range.
     """
+    parsed = _parse(name, options)
+    return _SERVICES[name][1](provider, parsed)
+
+
+def resolved_options(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    """The given options as the service `name` reads them, as JSON: what another process that serves
+    it says of itself. Those of a task headrace does not have stay as they are.
+
+    Raises:
+        UserError: as `create_task`.
+    """
+    if name not in _SERVICES:
+        return dict(options)
+    values = _parse(name, options).model_dump(mode="json")
+    return {key: values[key] for key in options}
+
+
+def _parse(name: str, options: Mapping[str, Any]) -> BaseModel:
     if name not in _SERVICES:
         raise UserError(f"task {name!r} is unknown{_nearest(name, _SERVICES)}")
-    options_type, make = _SERVICES[name]
+    options_type = _SERVICES[name][0]
     known = options_type.model_fields
     for key in options:
         if key not in known:
             raise UserError(f"option {key!r} of task {name!r} is unknown{_nearest(key, known)}")
     try:
-        parsed = options_type.model_validate(dict(options))
+        return options_type.model_validate(dict(options))
     except ValidationError as error:
         raise UserError(_explain(name, error)) from error
-    return make(provider, parsed)
+
+
+def make_task(
+    name: str,
+    options: Mapping[str, Any],
+    provider: SandboxProvider | None,
+    implementation: str | None = None,
+) -> TaskService:
+    """The task service of a recipe's table `[tasks.NAME]` in this process.
+
+    Args:
+        name: of the table.
+        options: see `create_task` and `import_task`.
+        provider: see there.
+        implementation: "package.module:Class" of the user's; None for a service by its name.
+
+    Raises:
+        UserError: see there; or the implementation makes another task than the table's.
+    """
+    if implementation is None:
+        return create_task(name, options, provider)
+    service = import_task(implementation, options, provider)
+    if service.name != name:
+        raise UserError(
+            f'implementation "{implementation}" is task {service.name!r}; name its table '
+            f"[tasks.{service.name}] instead of [tasks.{name}]"
+        )
+    return service
 
 
 def _nearest(word: str, known: Iterable[str]) -> str:

@@ -11,6 +11,10 @@ from headrace.errors import UserError
 from headrace.rollout.types import Outcome
 
 
+class TaskUnavailable(Exception):
+    """A task service cannot be asked now, or says what it may not; other tasks go on without it."""
+
+
 class TaskInstance(msgspec.Struct, frozen=True):
     """One problem. Equal seeds give equal instances.
 
@@ -91,12 +95,21 @@ def check_quality(quality: float) -> None:
 
 
 class TaskService(Protocol):
-    """A task: endless instances and one way to attempt them."""
+    """A task: endless instances and one way to attempt them.
+
+    What a service may have besides: `async demonstrations(count, seed, quality)` for sft stages,
+    `async close()`, awaited at the end of a run, and `grace_s`, seconds beyond an endpoint's
+    timeout after which a rollout counts as hung.
+    """
 
     name: str
 
     def instance(self, seed: int) -> TaskInstance:
-        """The instance of `seed`. Pure and fast."""
+        """The instance of `seed`. Pure and fast; may be called in any thread.
+
+        Raises:
+            TaskUnavailable: it cannot be had now (also from the three below).
+        """
         ...
 
     def train_seed(self, index: int) -> int:

@@ -49,8 +49,8 @@ def overview(run: Run, last_change: float | None) -> dict[str, Any]:
         "wall_s": run.summary.get("wall_s") or (run.rows[-1].elapsed if run.rows else None),
         "stages": [_stage(run, stage) for stage in run.stages()],
         "evaluations": evaluations(run),
-        "comparisons": [_comparison(c) for c in run.comparisons()],
-        "headline": None if headline is None else _comparison(headline),
+        "comparisons": [_comparison(run, c) for c in run.comparisons()],
+        "headline": None if headline is None else _comparison(run, headline),
         "measurements": [
             {
                 "after": m.after,
@@ -91,11 +91,11 @@ def evaluations(run: Run) -> list[dict[str, Any]]:
     return found
 
 
-def _comparison(c: Comparison) -> dict[str, Any]:
+def _comparison(run: Run, c: Comparison) -> dict[str, Any]:
     return {
-        "after": {"label": label_of(c.after), **{k: c.after.get(k) for k in _EVALUATED}},
+        "after": {"label": run.label(c.after), **{k: c.after.get(k) for k in _EVALUATED}},
         "stage": c.stage,
-        "against": f"stage {c.rival} (same start)" if c.rival else label_of(c.before),
+        "against": f"stage {c.rival} (same start)" if c.rival else run.label(c.before),
         "difference": c.change.difference,
         "low": c.change.low,
         "high": c.change.high,

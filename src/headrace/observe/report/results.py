@@ -9,7 +9,7 @@ from headrace.observe.report.language import language_cards
 from headrace.observe.report.markup import Cell, number, section, table, text
 from headrace.observe.runs import Comparison, Run
 from headrace.observe.statistics import wilson
-from headrace.observe.units import duration, interval, label_of, percent, points, stage_of
+from headrace.observe.units import duration, interval, percent, points, stage_of
 
 
 def headline_section(run: Run) -> str:
@@ -26,30 +26,37 @@ def headline_section(run: Run) -> str:
 
 
 def _rollout_headline(run: Run) -> str:
-    best = run.headline()
-    if best is not None:
-        change = best.change
-        tone = "good" if change.low > 0 else "bad" if change.high < 0 else "open"
-        reading = (
-            f"Held-out success changed by <b>{points(change.difference)} points</b> "
-            f"(95% interval {points(change.low)} to {points(change.high)}) over the stage "
-            f"<b>{escape(best.stage)}</b>, measured on the same {change.n} instances before and "
-            f"after: {change.gained} learned, {change.lost} lost."
-        )
-        cards = (
-            _card(label_of(best.before), best.before, "")
-            + "<div class='arrow' aria-hidden='true'>→</div>"
-            + _card(label_of(best.after), best.after, tone)
-            + f"<div class='card {tone}'><p>paired difference</p>"
-            f"<p class='big'>{points(change.difference)}</p>"
-            f"<p class='small'>{points(change.low)} to {points(change.high)} points</p></div>"
-        )
-        return f"{_cards(cards)}<p>{reading}</p>"
+    found = run.headlines()
+    if found:
+        return "".join(_change(run, best) for best in found)
     if not run.evaluations:
         return ""
     last = run.evaluations[-1]
     words = "Only one measurement exists so far, so there is no change to report."
-    return f"{_cards(_card(label_of(last), last, ''))}<p>{words}</p>"
+    return f"{_cards(_card(run.label(last), last, ''))}<p>{words}</p>"
+
+
+def _change(run: Run, best: Comparison) -> str:
+    """Before and after of one task."""
+    change = best.change
+    tone = "good" if change.low > 0 else "bad" if change.high < 0 else "open"
+    several = len(run.headlines()) > 1
+    of_task = f" on <b>{escape(best.task)}</b>" if several else ""
+    reading = (
+        f"Held-out success{of_task} changed by <b>{points(change.difference)} points</b> "
+        f"(95% interval {points(change.low)} to {points(change.high)}) over the stage "
+        f"<b>{escape(best.stage)}</b>, measured on the same {change.n} instances before and "
+        f"after: {change.gained} learned, {change.lost} lost."
+    )
+    cards = (
+        _card(run.label(best.before), best.before, "")
+        + "<div class='arrow' aria-hidden='true'>→</div>"
+        + _card(run.label(best.after), best.after, tone)
+        + f"<div class='card {tone}'><p>paired difference</p>"
+        f"<p class='big'>{points(change.difference)}</p>"
+        f"<p class='small'>{points(change.low)} to {points(change.high)} points</p></div>"
+    )
+    return f"{_cards(cards)}<p>{reading}</p>"
 
 
 def _cards(cards: str, css: str = "cards") -> str:
@@ -63,7 +70,7 @@ def results_section(run: Run) -> str:
         parts.append(_evaluation_table(run))
     comparisons = run.comparisons()
     if comparisons:
-        parts += ["<h3>Paired comparisons</h3>", _comparison_table(comparisons)]
+        parts += ["<h3>Paired comparisons</h3>", _comparison_table(run, comparisons)]
     parts.append(_family_table(run))
     return section(
         "Held-out success",
@@ -104,7 +111,7 @@ def _timeline(run: Run) -> str:
             e["success"],
             e.get("low", e["success"]),
             e.get("high", e["success"]),
-            f"{label_of(e)}: {percent(e['success'])}",
+            f"{run.label(e)}: {percent(e['success'])}",
         )
         for e in run.evaluations
         if stage_of(e) in ends and e.get("temperature") != 0 and e.get("success") is not None
@@ -136,7 +143,7 @@ def _evaluation_table(run: Run) -> str:
         several = e.get("multi_turn") or [0, 0]
         rows.append(
             [
-                text(label_of(e)),
+                text(run.label(e)),
                 (f"<b>{percent(e.get('success'))}</b>", "n"),
                 (rate_bar(float(e.get("success") or 0.0), low, high), "bar"),
                 number(interval(low, high)),
@@ -151,12 +158,12 @@ def _evaluation_table(run: Run) -> str:
     return table(head, rows)
 
 
-def _comparison_table(comparisons: list[Comparison]) -> str:
+def _comparison_table(run: Run, comparisons: list[Comparison]) -> str:
     head = [text("stage"), text("compared with"), number("before"), number("after")]
     head += [number("difference"), number("95% interval"), number("learned"), number("lost")]
     rows: list[list[Cell]] = []
     for c in comparisons:
-        against = f"stage {c.rival}, same start" if c.rival else label_of(c.before)
+        against = f"stage {c.rival}, same start" if c.rival else run.label(c.before)
         tone = "good" if c.change.low > 0 else "bad" if c.change.high < 0 else "open"
         rows.append(
             [
@@ -181,11 +188,14 @@ def _family_table(run: Run) -> str:
         return ""
     head = [text("family"), number("n")]
     for e in records:
-        head += [number(label_of(e)), text("", "bar")]
+        head += [number(run.label(e)), text("", "bar")]
     rows: list[list[Cell]] = []
     for family in families:
         counts = [e["families"].get(family, [0, 0]) for e in records]
-        row: list[Cell] = [(f"<code>{escape(family)}</code>", ""), number(counts[-1][1])]
+        row: list[Cell] = [
+            (f"<code>{escape(family)}</code>", ""),
+            number(max(n for _, n in counts)),
+        ]
         for ok, n in counts:
             row.append(number(percent(ok / n, 0) if n else "–"))
             row.append((rate_bar(ok / n, *wilson(ok, n)) if n else "", "bar"))

@@ -9,7 +9,7 @@ from headrace.observe.metrics import MetricRow
 from headrace.observe.report.curves import curves
 from headrace.observe.report.markup import Cell, number, section, table, text
 from headrace.observe.runs import Run
-from headrace.observe.units import after_words, count, duration, label_of, percent, short, stage_of
+from headrace.observe.units import after_words, count, duration, percent, short, stage_of
 
 
 def rl_section(run: Run) -> str:
@@ -40,7 +40,7 @@ def time_section(run: Run) -> str:
     def add_measured(after: str) -> None:
         for e in run.evaluations:
             if stage_of(e) == after and e.get("wall_s"):
-                name = f"evaluation {label_of(e)}"
+                name = f"evaluation {run.label(e)}"
                 parts.append(Share("evaluation", name, float(e["wall_s"]), 5))
         seconds = sum(m.wall_s for m in run.measurements if m.after == after)
         if seconds:

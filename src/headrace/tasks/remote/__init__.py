@@ -1,0 +1,7 @@
+"""Task services over HTTP, the asking side; docs/task-services.md describes the protocol."""
+
+from headrace.tasks.remote.connection import RemoteSettings
+from headrace.tasks.remote.place import FixedPlace, Place, ProcessPlace
+from headrace.tasks.remote.service import RemoteTasks
+
+__all__ = ["FixedPlace", "Place", "ProcessPlace", "RemoteSettings", "RemoteTasks"]
