@@ -15,6 +15,7 @@ from headrace.recipe import (
     share_limits,
     tables_in,
 )
+from headrace.rollout.curriculum import CurriculumConfig
 from headrace.training.reinforced import RlConfig
 
 MINIMAL = {
@@ -60,9 +61,23 @@ def test_objectives_have_their_own_keys_and_defaults():
 def test_every_objective_is_one_that_the_trainer_knows():
     for table in tables_in(Objective):
         (kind,) = get_args(table.model_fields["kind"].annotation)
-        rl = RlConfig(**rl_stage(objective={"kind": kind}).objective.model_dump())
+        more = {"teacher": "warmup"} if kind == "distillation" else {}
+        objective = rl_stage(objective={"kind": kind, **more}).objective
+        rl = RlConfig(**objective.model_dump(exclude={"teacher", "teachers"}))
         assert rl.kind == kind
     assert RlConfig() == RlConfig(**DoubleSidedObjective().model_dump())
+
+
+def test_curriculum_and_bound_are_off_and_on_by_their_tables():
+    stage = rl_stage()
+    assert stage.curriculum.sampling == "uniform"
+    assert (stage.dynamic.max_overgeneration, stage.dynamic.when_exceeded) == (8.0, "shrink")
+    stage = rl_stage(curriculum={"start_level": 1}, dynamic={"when_exceeded": "fail"})
+    assert (stage.curriculum.sampling, stage.curriculum.window) == ("thompson", (0.1, 0.9))
+    assert CurriculumConfig(**stage.curriculum.constants).start_level == 1
+    for given in ({}, {"curriculum": {}}, {"curriculum": {"sampling": "uniform"}}):
+        recipe = parse_recipe(with_rl(**given), "t")
+        assert parse_recipe(recipe.model_dump(mode="json"), "resolved") == recipe
 
 
 def test_older_recipes_keep_their_meaning():
@@ -108,6 +123,21 @@ def test_older_recipes_keep_their_meaning():
             with_rl(objective={"kind": "ice_pop"}),
             "stages.rl.objective: kind must be one of double_sided_is, icepop, grpo,",
         ),
+        (
+            with_rl(curriculum={"windw": [0.1, 0.9]}),
+            'unknown key "stages.rl.curriculum.windw"; did you mean "window"?',
+        ),
+        (with_rl(curriculum={"window": [0.9, 0.1]}), r"window \[0.9, 0.1\] is empty"),
+        (
+            with_rl(curriculum={"sampling": "window", "target": 0.3}),
+            'target does nothing unless sampling is "thompson"; leave it out',
+        ),
+        (
+            with_rl(curriculum={"sampling": "uniform", "window": [0.2, 0.8]}),
+            'window does nothing unless sampling is not "uniform"',
+        ),
+        (with_rl(curriculum={"promote_at": 0.5}), "promote_at does nothing unless start_level"),
+        (with_rl(dynamic={"max_overgeneration": 0.5}), r"max_overgeneration: .*equal to 1"),
         (with_rl(objective={"kind": "grpo", "beta": 2}), "unknown key .*beta.*known: eps_high"),
         (with_rl(objective={"kind": "icepop", "beta": 1}), r"objective\.beta: .*greater than 1"),
         (

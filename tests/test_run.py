@@ -7,12 +7,17 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from headrace.rollout.audit import audit
+from headrace.rollout.curriculum import choices_key, difficulty_key
+from headrace.rollout.difficulty import DifficultyState
 from headrace.rollout.ledger import Ledger
+from headrace.rollout.orchestrator import cursor_key
 from headrace.rollout.types import Outcome
 from headrace.sandbox import probe
 
@@ -89,6 +94,8 @@ def test_the_smoke_recipe_leaves_a_complete_record(smoke):
     assert updates
     fresh = [m["mismatch_max_abs"] for m in updates if "mismatch_max_abs" in m]
     assert all(value < 1e-4 for value in fresh)
+    assert all(0 <= row["signal_share"] <= 1 for row in updates if "signal_share" in row)
+    assert 0 < updates[-1]["difficulty.terminal.level1.pass_rate"] < 1
     with Ledger.resume(smoke) as ledger:
         assert ledger.conservation("rl").closes
         assert ledger.conservation("rl").trained > 0
@@ -145,3 +152,54 @@ def test_a_run_killed_at_random_moments_resumes_without_loss(smoke, tmp_path):
             found = sessions[name]
             assert (found.step is not None) != (found.drop_reason is not None), found
         assert ledger.conservation("rl").closes
+
+
+CURRICULUM = """
+[stages.curriculum]
+start_level = 1
+promote_at = 0.05
+explore = 0.2
+repeat_share = 0.2
+repeat_after = 4
+"""
+
+
+@pytest.mark.slow
+def test_a_curriculum_goes_on_after_a_kill_with_the_same_estimates(smoke, tmp_path):
+    text = RESUMED.format(checkpoint=smoke / "checkpoints" / "warmup") + CURRICULUM
+    text = text.replace("[1.0, 0.0, 0.0]", "[0.5, 0.3, 0.2]").replace("updates = 8", "updates = 6")
+    recipe = tmp_path / "curriculum.toml"
+    recipe.write_text(text)
+    run_dir = tmp_path / "run"
+    process = headrace("run", str(recipe), "--run-dir", str(run_dir))
+    deadline = time.monotonic() + DEADLINE_S
+    while progress(run_dir) < 3 and process.poll() is None:
+        assert time.monotonic() < deadline, "the run made no progress"
+        time.sleep(0.02)  # another process's file: there is nothing to wait on
+    assert process.poll() is None
+    os.kill(process.pid, signal.SIGKILL)
+    process.communicate(timeout=30)
+    with Ledger.resume(run_dir) as ledger:
+        before = kept(ledger)
+        # What is known is what the decided groups tell, no more and no less.
+        complete = Counter(s.group_id for s in ledger.sessions(stage="rl") if s.reward is not None)
+        groups = sum(kind.groups for kind in before.kinds.values())
+        assert 0 < groups <= len(complete)
+        choices = ledger.get_state(choices_key("rl"))["choices"]["terminal"]
+        assert choices == ledger.get_state(cursor_key("rl"))["terminal"][1]
+        held_out = ledger.get_state("held_out")
+    finish(headrace("run", "--resume", str(run_dir)))
+    with Ledger.resume(run_dir) as ledger:
+        after = kept(ledger)
+        assert after.decided["terminal"] > before.decided["terminal"]
+        for key, kind in before.kinds.items():
+            assert after.kinds[key].groups >= kind.groups
+        assert ledger.get_state(choices_key("rl"))["choices"]["terminal"] > choices
+        assert ledger.get_state("held_out") == held_out
+        assert all(finding.held for finding in audit(ledger).values())
+        assert len(ledger.batches("rl")) == 6
+
+
+def kept(ledger: Ledger) -> DifficultyState:
+    """What a run's ledger knows of difficulty."""
+    return msgspec.convert(ledger.get_state(difficulty_key("rl")), DifficultyState)

@@ -16,6 +16,8 @@ from pydantic_core import PydanticUndefined
 
 from headrace.recipe import (
     ContextStep,
+    CurriculumTable,
+    DynamicTable,
     LanguageStage,
     Objective,
     ObjectiveTable,
@@ -129,6 +131,8 @@ def _tables() -> list[tuple[str, type[Table]]]:
     for table in tables_in(Objective):
         (kind,) = typing.get_args(table.model_fields["kind"].annotation)
         sections.append((f'[stages.objective] with kind = "{kind}"', table))
+    sections.append(("[stages.curriculum] of agentic_rl", CurriculumTable))
+    sections.append(("[stages.dynamic] of agentic_rl", DynamicTable))
     return sections
 
 

@@ -44,7 +44,8 @@ from headrace.rollout.reading import ledger_file
 from headrace.rollout.records import Evaluation
 from headrace.stages import StageContext, run_stage
 from headrace.stages.checks import check_recipe
-from headrace.stages.context import held_out_instances, next_version, training_folder
+from headrace.stages.context import next_version, training_folder
+from headrace.stages.held_out import held_out_instances, hold_out
 from headrace.stages.measuring import measure_model
 from headrace.stages.new_model import start_checkpoint
 from headrace.system import System, open_system, placement
@@ -221,6 +222,7 @@ class _Run:
 
     async def _stages(self) -> None:
         recipe = self.recipe
+        await hold_out(recipe, self.tasks, self.ledger)
         with self._explained("new model: the process that makes it"):
             start = await start_checkpoint(
                 recipe,

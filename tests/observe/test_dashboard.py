@@ -91,7 +91,14 @@ async def test_curves_have_intervals_and_tasks_apart(browse: Open, hostile_run: 
         assert n >= 1
     by_stage = {c["stage"]: [chart["title"] for chart in c["charts"]] for c in found["charts"]}
     assert "Loss" in by_stage["sft"]
-    assert "Entropy of sampled tokens" in by_stage["rl"]
+    assert {"Entropy of sampled tokens", "Groups with signal"} <= set(by_stage["rl"])
+    (rates,) = [
+        chart
+        for stage in found["charts"]
+        for chart in stage["charts"]
+        if stage["stage"] == "rl" and chart["title"] == "Estimated pass rate by level"
+    ]
+    assert [line["label"] for line in rates["lines"]] == ["level 1", "level 2"]
 
 
 async def test_the_timeline_accounts_for_every_second(browse: Open, finished_run: Path) -> None:

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from headrace.observe.braille import bar, curve, resample
+from headrace.observe.difficulty import difficulty_words, pass_rate_labels
 from headrace.observe.live import LiveView
 
 RL_METRICS = {
@@ -103,6 +104,33 @@ def test_the_view_fits_and_says_what_matters(width: int) -> None:
         "3:10 elapsed · about 1:40 left",
     ):
         assert words in frame, words
+
+
+def test_difficulty_is_told_and_still_fits() -> None:
+    clock = Clock()
+    view, console = _view(80, clock, enabled=True)
+    _run_to_the_middle_of_rl(view, clock)
+    found = {"signal_share": 0.42, "overgeneration": 2.38}
+    for level in range(1, 7):
+        place = f"difficulty.terminal.level{level}"
+        found |= {f"{place}.pass_rate": 0.9 / level, f"{place}.low": 0.1, f"{place}.high": 0.95}
+    view.metrics("rl", 71, RL_METRICS | found)
+    console.print(view.render())
+    lines = console.export_text().splitlines()
+    assert len(lines) <= 26
+    frame = " ".join(line.strip("│ ") for line in lines)
+    assert "signal in 42% of groups · 2.4 generated per trained one" in frame
+    assert "level 1 passed 90% (10–95%)" in frame
+    assert "2 more levels" in frame
+    assert difficulty_words(RL_METRICS) is None
+
+
+def test_levels_of_several_tasks_are_labelled_in_order() -> None:
+    names = ["difficulty.b.level2.pass_rate", "difficulty.a.x.level10.pass_rate", "loss"]
+    names += ["difficulty.b.level1.pass_rate", "difficulty.a.x.level9.pass_rate"]
+    labels = pass_rate_labels([*names, *names, "difficulty.b.level1.low"])
+    assert list(labels.values()) == ["a.x level 9", "a.x level 10", "b level 1", "b level 2"]
+    assert list(pass_rate_labels(names[:1]).values()) == ["level 2"]
 
 
 def test_before_anything_happened_there_is_a_frame() -> None:

@@ -7,10 +7,17 @@ import msgspec
 import pytest
 
 from headrace.errors import UserError
+from headrace.rollout.curriculum import (
+    Curriculum,
+    CurriculumConfig,
+    choices_key,
+    difficulty_key,
+)
 from headrace.rollout.evaluation import evaluate
 from headrace.rollout.ledger import Ledger
 from headrace.rollout.mixing import HeldOut, TaskMix, TaskShare
 from headrace.rollout.orchestrator import RolloutSource, SourceConfig
+from headrace.rollout.overgeneration import OvergenerationConfig
 from headrace.rollout.pausing import FAILURES_IN_A_ROW, TaskPauses
 from headrace.rollout.ratios import AdaptiveRatios, RatioRule, TaskBounds
 from headrace.rollout.runner import RolloutRunner, Ticket
@@ -135,13 +142,10 @@ def build(ledger, task, **changes):
         "temperature": 1.0,
         "max_tokens": 100,
     }
+    report = changes.pop("report", lambda _: None)
+    mix = changes.pop("mix", None) or mix_of(task)
     config = SourceConfig(**{**values, **changes})
-    source = RolloutSource(
-        config,
-        runner=runner,
-        ledger=ledger,
-        mix=mix_of(task),
-    )
+    source = RolloutSource(config, runner=runner, ledger=ledger, mix=mix, report=report)
     return gate, source
 
 
@@ -510,6 +514,142 @@ async def test_a_rule_moves_the_mix_and_a_resume_goes_on_with_it(tmp_path):
         assert ledger.get_state(ratios_key("rl")) == kept
         again = source_of(ledger, tasks, shares, ratios=ratios(kept))
         assert again.sharing.mix.ratios == pytest.approx(found)
+
+
+async def one_in(share: int, number: int, size: int = 4) -> RolloutResult:
+    """Signal in one group of `share`; the others fail."""
+    await asyncio.sleep(0)
+    hit = number // size % share == 0 and number % size == 0
+    return RolloutResult(Outcome.OK, {"reward": float(hit)})
+
+
+async def test_a_batch_that_costs_too_much_is_smaller_and_says_so_once(ledger):
+    told: list[str] = []
+    _, source = build(
+        ledger,
+        ScriptedTask(lambda number, _: one_in(8, number)),
+        concurrency=4,
+        groups_per_batch=4,
+        dynamic=OvergenerationConfig(4.0, "shrink"),
+        report=told.append,
+    )
+    source.start()
+    sizes = []
+    for index in range(5):
+        batch = await source.cut(1, TIMEOUT)
+        assert batch is not None
+        sizes.append(sum(batch.tasks.values()))
+        ledger.commit_batch("rl", index, index + 1)
+    await source.stop()
+    assert sizes == [2] * 5  # sixteen groups each, of which two have signal
+    (line,) = told
+    assert "16 groups were generated and 2 with signal wait for a batch of 4" in line
+    assert "toy 2 of 16 at a pass rate of 3.1%" in line
+    assert "make toy easier" in line
+    window = source.take_window()
+    assert window.small_batches == 5
+    counts = window.of("toy")
+    assert counts.decided / counts.trained == pytest.approx(8, rel=0.1)
+    assert counts.with_signal / counts.decided == pytest.approx(1 / 8, rel=0.1)
+
+
+async def test_a_stage_that_must_not_shrink_ends_with_remedies(ledger):
+    async def always(number, instance):
+        return RolloutResult(Outcome.OK, {"reward": 1.0})
+
+    _, source = build(
+        ledger, ScriptedTask(always), dynamic=OvergenerationConfig(3.0, "fail"), concurrency=4
+    )
+    source.start()
+    with pytest.raises(
+        UserError, match=r"6 groups .* toy 0 of 6 at a pass rate of 100.0%; make"
+    ) as e:
+        await source.cut(1, TIMEOUT)
+    await source.stop()
+    assert "make toy harder ([tasks.toy]" in str(e.value)
+    assert "dynamic.max_overgeneration = 3" in str(e.value)
+
+
+async def test_failed_environments_are_no_over_generation(ledger):
+    async def script(number, instance):
+        if number < 32:
+            raise RuntimeError("boom")
+        return RolloutResult(Outcome.OK, {"reward": float(number % 2)})
+
+    _, source = build(
+        ledger, ScriptedTask(script), dynamic=OvergenerationConfig(2.0, "fail"), concurrency=4
+    )
+    source.start()
+    assert await source.cut(1, TIMEOUT) is not None
+    await source.stop()
+
+
+async def test_estimates_are_kept_with_the_decision_they_come_from(tmp_path):
+    """After a crash at any moment the ledger's estimates are those of its decided groups."""
+
+    def curriculum(ledger: Ledger | None) -> Curriculum:
+        return Curriculum(
+            CurriculumConfig(sampling="window", window=(0.0, 0.9), explore=0.0, half_life=1e9),
+            choices=ledger.get_state(choices_key("rl")) if ledger else None,
+            difficulty=ledger.get_state(difficulty_key("rl")) if ledger else None,
+        )
+
+    async def script(number, instance):
+        await asyncio.sleep(0)
+        solved = 1.0 if instance.family == "family0" else float(number % 2)
+        return RolloutResult(Outcome.OK, {"reward": solved})
+
+    def task_of() -> ScriptedTask:
+        task = ScriptedTask(script)
+        task.train_seed = lambda index: index  # both families
+        return task
+
+    def mix(task, ledger=None, state=None) -> TaskMix:
+        held_out = HeldOut({"toy": task})
+        return mix_of(task, state=state, held_out=held_out, curriculum=curriculum(ledger))
+
+    with Ledger.create(tmp_path) as ledger:
+        task = task_of()
+        _, source = build(ledger, task, mix=mix(task), ready_batches=50)
+        source.start()
+        batch = await source.cut(1, TIMEOUT)
+        assert batch is not None
+        ledger.commit_batch("rl", 0, 1)
+        ledger.checkpointed("rl", 1, "ck1")
+        # A crash: rollouts are cut off, nothing is told to stop.
+        assert source._producer is not None
+        source._producer.cancel()
+        for running in list(source._rollouts):
+            running.cancel()
+        await asyncio.gather(*source._rollouts, return_exceptions=True)
+        memory = source.sharing.mix.curriculum
+        assert memory is not None
+
+    with Ledger.resume(tmp_path) as ledger:
+        kept = curriculum(ledger)
+        assert kept.difficulty.state == memory.difficulty.state
+        assert kept.choices == memory.choices
+        decided = {s.group_id for s in ledger.sessions(stage="rl") if s.outcome is Outcome.OK}
+        assert sum(e.groups for e in kept.difficulty.state.kinds.values()) <= len(decided)
+        recovery = ledger.recover("rl")
+        task = task_of()
+        state = ledger.get_state(cursor_key("rl"))
+        _, source = build(ledger, task, mix=mix(task, ledger, state), ready_batches=50)
+        resumed = source.sharing.mix.curriculum
+        assert resumed is not None
+        before = resumed.difficulty.state.decided["toy"]
+        source.resume(recovery)
+        source.start()
+        for index in range(1, 12):
+            batch = await source.cut(1, TIMEOUT)
+            assert batch is not None
+            ledger.commit_batch("rl", batch.index, index + 1)
+        await source.stop()
+        # It goes on from there: the family that is always solved is known by now and left out.
+        assert resumed.difficulty.state.decided["toy"] > before
+        newest = sorted({(s.group_id, s.instance["family"]) for s in ledger.sessions(stage="rl")})
+        assert {family for _, family in newest[-10:]} == {"family1"}
+        assert resumed.counts["toy"]["skipped.too_easy"] > 0
 
 
 async def test_evaluation_counts_by_family_and_continues(ledger):

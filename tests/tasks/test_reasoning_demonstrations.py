@@ -5,6 +5,8 @@ import pytest
 from headrace.errors import UserError
 from headrace.tasks.reasoning import ReasoningOptions, ReasoningTasks
 from headrace.tasks.reasoning.demonstrations import PROGRAMS, run_programs
+from headrace.tasks.reasoning.problems import belongs_to_evaluation
+from headrace.tasks.reasoning.service import _DEMONSTRATION_BASE
 from headrace.tasks.reasoning.verifier import find_answer
 
 
@@ -66,6 +68,17 @@ async def test_demonstrations_are_no_problems_of_rl_or_evaluation(make_tasks):
     for seed_of in (tasks.train_seed, tasks.evaluation_seed):
         met = {tasks.problem(tasks.instance(seed_of(i))).question for i in range(50)}
         assert shown.isdisjoint(met)
+
+
+async def test_demonstrations_name_the_problems_they_show(make_tasks):
+    tasks = make_tasks(None, ["gcd", "chain_sum"])
+    found = await tasks.demonstrations(20, 0, 0.5)
+    ids = {}
+    for index in range(_DEMONSTRATION_BASE, _DEMONSTRATION_BASE + 20):
+        instance = tasks.instance(tasks.train_seed(index))
+        ids[tasks.problem(instance).question] = tasks.content_id(instance)
+    assert [ids[d.messages[-2]["content"]] for d in found] == [d.content_id for d in found]
+    assert not any(belongs_to_evaluation(d.content_id) for d in found)
 
 
 async def test_bad_input_is_refused(provider, make_tasks):

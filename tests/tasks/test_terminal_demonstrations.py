@@ -55,6 +55,8 @@ async def test_quality_sets_the_share_of_right_commands(provider):
     mixed = await tasks.demonstrations(150, seed=1, quality=0.4)
     assert 0.25 < sum(d.right for d in mixed) / 150 < 0.55
     assert all(d.reward == d.right for d in mixed)
+    shown = [tasks.instance(tasks.train_seed((1 << 33) + i)) for i in range(150)]
+    assert [d.content_id for d in mixed] == [tasks.content_id(i) for i in shown]
     assert await tasks.demonstrations(20, seed=1, quality=0.4) == mixed[:20]
 
 

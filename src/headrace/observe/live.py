@@ -19,6 +19,7 @@ from rich.table import Table
 from rich.text import Text
 
 from headrace.observe.braille import bar, curve
+from headrace.observe.difficulty import difficulty_words
 from headrace.observe.live_tasks import task_table, task_words, tasks_in
 from headrace.observe.measurements import Measure, Measurement, measurement_of
 from headrace.observe.units import (
@@ -427,6 +428,8 @@ def _numbers(stage: _Stage, width: int) -> RenderableType:
         f"{tau} · masked {percent(masked)} · "
         f"mismatch {short(m.get('mismatch_mean_abs'))} · weights v{short(m.get('version'))}",
     ]
+    if (words := difficulty_words(m)) is not None:
+        lines.append(words)
     if "replicas_serving" in m:
         lines.append(_replica_words(m))
     parts: list[RenderableType] = [table, *(Text(line, overflow="fold") for line in lines)]

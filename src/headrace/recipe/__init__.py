@@ -5,6 +5,7 @@ an unknown key is an error that names the nearest known one. This room only read
 touches neither models nor processes.
 """
 
+from headrace.recipe.curriculum import CurriculumTable, DynamicTable
 from headrace.recipe.loading import (
     apply_override,
     find_recipe,
@@ -56,10 +57,12 @@ __all__ = [
     "AgenticRlStage",
     "ContextStep",
     "CorpusTable",
+    "CurriculumTable",
     "DistillationObjective",
     "DoubleSidedObjective",
     "DsaAdaptStage",
     "DsaWarmupStage",
+    "DynamicTable",
     "EngineTable",
     "EvaluationTable",
     "GrpoObjective",

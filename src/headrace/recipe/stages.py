@@ -4,6 +4,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
+from headrace.recipe.curriculum import CurriculumTable, DynamicTable
 from headrace.recipe.objectives import DistillationObjective, DoubleSidedObjective, Objective
 from headrace.recipe.sharing import RatiosTable, TaskRatio, check_ratios
 from headrace.recipe.suggestions import suggest
@@ -231,6 +232,10 @@ class AgenticRlStage(StageTable):
     """tau: a trajectory is dropped when its oldest version lags more than this at the batch cut."""
     objective: Objective = DoubleSidedObjective()
     """What an update minimises: [stages.objective]."""
+    curriculum: CurriculumTable = CurriculumTable(sampling="uniform")
+    """Which problems are attempted: [stages.curriculum]; without it all, in their own order."""
+    dynamic: DynamicTable = DynamicTable()
+    """How many groups a batch may cost: [stages.dynamic]."""
     baseline: Literal["mean", "leave_one_out"] = "mean"
     """What a reward is compared with: the mean of its group, or of the others in it."""
     advantage_std: bool | None = None

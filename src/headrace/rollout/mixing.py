@@ -6,12 +6,14 @@ come from while they change is `ratios`' business.
 """
 
 import asyncio
-from collections.abc import Callable, Collection, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
 
 from headrace.errors import UserError
+from headrace.rollout.curriculum import Curriculum
 from headrace.tasks.types import TaskInstance, TaskService
 
 MOST_SKIPS = 1000
@@ -40,6 +42,9 @@ class TaskShare(msgspec.Struct, frozen=True):
 class HeldOut:
     """Problems that are measured on and therefore never trained on, whatever their seeds.
 
+    What a task service says of contents is believed; that it names the same problem differently
+    from one time to the next does not help it, as measured seeds are held out, too.
+
     Args:
         tasks: services by name.
         instances: what is measured, of any of these tasks.
@@ -49,14 +54,41 @@ class HeldOut:
         self, tasks: Mapping[str, TaskService], instances: Sequence[TaskInstance] = ()
     ) -> None:
         self._tasks = tasks
-        self._contents = frozenset(map(self._content, instances))
+        self._seeds = frozenset((i.task, i.seed) for i in instances)
+        self._contents = frozenset(map(self.content, instances))
 
     def __contains__(self, instance: TaskInstance) -> bool:
         """Whether the same problem is measured. May block while the problem is made."""
-        return bool(self._contents) and self._content(instance) in self._contents
+        return self.holds(instance, self.content(instance))
 
-    def _content(self, instance: TaskInstance) -> str:
+    def holds(self, instance: TaskInstance, content: str) -> bool:
+        """Whether the problem is measured, when it is known what it asks."""
+        # Contents count whatever the task: two tasks may well be one service with other options.
+        return (instance.task, instance.seed) in self._seeds or self.shows(content)
+
+    def shows(self, content: str) -> bool:
+        """Whether a problem with this content is measured."""
+        return content in self._contents
+
+    def content(self, instance: TaskInstance) -> str:
+        """Names what an instance asks. May block while the problem is made."""
         return self._tasks[instance.task].content_id(instance)
+
+    def __len__(self) -> int:
+        """Different problems."""
+        return len(self._contents)
+
+    @property
+    def saved(self) -> dict[str, Any]:
+        """What a later process needs of this set, as plain JSON-compatible values."""
+        return {"seeds": sorted(self._seeds), "contents": sorted(self._contents)}
+
+    def together_with(self, saved: Mapping[str, Any]) -> "HeldOut":
+        """This set and one that was `saved`."""
+        both = HeldOut(self._tasks)
+        both._seeds = self._seeds | {(task, seed) for task, seed in saved["seeds"]}
+        both._contents = self._contents | set(saved["contents"])
+        return both
 
 
 class _Account(msgspec.Struct, array_like=True):
@@ -91,6 +123,7 @@ class TaskMix:
         state: what `state` was when an earlier process stopped, or a number of groups, as runs of
             one task kept it; None begins.
         held_out: instances that are skipped and counted; None skips nothing.
+        curriculum: chooses among a task's instances; None takes them in order.
 
     Raises:
         ValueError: no task, a repeated one, or a ratio that is not above 0.
@@ -106,6 +139,7 @@ class TaskMix:
         *,
         state: Any = None,
         held_out: HeldOut | None = None,
+        curriculum: Curriculum | None = None,
     ) -> None:
         names = [share.name for share in shares]
         if not names or len(set(names)) != len(names) or any(s.ratio <= 0 for s in shares):
@@ -117,6 +151,7 @@ class TaskMix:
         """Held-out instances met by this process, by task."""
         self._shares = {share.name: share for share in shares}
         self._held_out = held_out
+        self.curriculum = curriculum
         self._accounts = self._opened(state)
 
     def _opened(self, state: Any) -> dict[str, _Account]:
@@ -192,26 +227,43 @@ class TaskMix:
         name = name or self.choose()
         assert name is not None  # there is a task, and none is left out
         # Nothing is booked before it is found: others may save the state meanwhile.
-        begin = self._accounts[name].position
-        for position in range(begin, begin + MOST_SKIPS):
-            if self._held_out is None:
-                instance, held_out = self._look(name, position)
+        positions = itertools.count(self._accounts[name].position)
+        instance = await self._instance(name, positions)
+        self._give(name, next(positions))
+        return instance
+
+    async def _instance(self, name: str, positions: Iterator[int]) -> TaskInstance:
+        """An instance of a task that may train. Everything that is given out passes here."""
+
+        def draw() -> TaskInstance:
+            return self._shares[name].instance(next(positions))
+
+        for _ in range(MOST_SKIPS):
+            # Making problems may take a while, and rollouts must not stand still for it.
+            if self.curriculum is not None:
+                instance = await self.curriculum.choose(name, lambda: asyncio.to_thread(draw))
+            elif self._held_out is not None:
+                instance = await asyncio.to_thread(draw)
             else:
-                # Making a problem may take a while, and rollouts must not stand still for it.
-                instance, held_out = await asyncio.to_thread(self._look, name, position)
-            if not held_out:
-                self._give(name, position + 1)
+                instance = draw()
+            held, content = await self._look(instance)
+            if held:
+                self.skipped[name] += 1
+                if self.curriculum is not None:
+                    self.curriculum.leave()
+            elif self.curriculum is None or self.curriculum.take(instance, content):
                 return instance
-            self.skipped[name] += 1
         raise UserError(
             f"task {name}: {MOST_SKIPS} training instances in a row are held out for evaluation; "
             "choose harder or more families, or fewer evaluation.instances"
         )
 
-    def _look(self, name: str, position: int) -> tuple[TaskInstance, bool]:
-        """A task's instance, and whether it is held out."""
-        instance = self._shares[name].instance(position)
-        return instance, self._held_out is not None and instance in self._held_out
+    async def _look(self, instance: TaskInstance) -> tuple[bool, str]:
+        """Whether an instance is held out, and what it asks; "" where nobody says."""
+        if self._held_out is None:
+            return False, ""
+        content = await asyncio.to_thread(self._held_out.content, instance)
+        return self._held_out.holds(instance, content), content
 
     def _give(self, name: str, position: int) -> None:
         """Book a group; the task goes on at `position`."""

@@ -8,16 +8,19 @@ All decisions go to the ledger first. How a batch is made of groups is `cutting`
 import asyncio
 import contextlib
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import msgspec
 
 from headrace.errors import UserError
+from headrace.rollout.curriculum import choices_key
 from headrace.rollout.cutting import BatchQueue, TrainingBatch
 from headrace.rollout.groups import GroupDecision, ScoredRollout, advantages, judged
 from headrace.rollout.ledger import Ledger
 from headrace.rollout.mixing import TaskMix
 from headrace.rollout.naming import missing_names, place, rollout_seed, session_name
+from headrace.rollout.overgeneration import Overgeneration, OvergenerationConfig
 from headrace.rollout.pausing import TaskPauses
 from headrace.rollout.ratios import AdaptiveRatios
 from headrace.rollout.records import TRAIN, Recovery, WaitingGroup
@@ -47,6 +50,7 @@ class SourceConfig(msgspec.Struct, frozen=True):
     """The recipe's; with a rollout's place it decides what the rollout samples."""
     ready_batches: int = 2
     """Finished groups waiting for the trainer are bounded by this many batches."""
+    dynamic: OvergenerationConfig = OvergenerationConfig()
 
 
 class RolloutSource:
@@ -56,6 +60,7 @@ class RolloutSource:
         mix: gives the instance of each new group.
         pauses: which tasks rest because their environment fails; by default with its defaults.
         ratios: adjusts the mix as groups are decided and train; None leaves it as it is.
+        report: called with one line for people.
     """
 
     def __init__(
@@ -68,6 +73,7 @@ class RolloutSource:
         pauses: TaskPauses | None = None,
         ratios: AdaptiveRatios | None = None,
         next_batch: int = 0,
+        report: Callable[[str], None] = lambda _: None,
     ) -> None:
         self.config = config
         self.window = Window()
@@ -90,6 +96,9 @@ class RolloutSource:
             max_tokens=config.max_tokens,
             next_batch=next_batch,
         )
+        self._generated = Overgeneration(config.dynamic, config.groups_per_batch)
+        self._report = report
+        self._shrunk = False
         self._rollouts: dict[asyncio.Task[None], str] = {}
         self._room_changed = asyncio.Event()
         self._ready_changed = asyncio.Event()
@@ -229,7 +238,7 @@ class RolloutSource:
             instance.task,
             msgspec.to_builtins(instance),
             [t.session_id for t in tickets],
-            state=self.sharing.state,
+            state=self._chosen(),
         )
         for ticket in tickets:
             task = asyncio.create_task(self._rollout(ticket), name=ticket.session_id)
@@ -269,6 +278,7 @@ class RolloutSource:
         with self._ledger.transaction():
             self._ledger.decide_group(group_id, decision)
             self.sharing.decided(task, decision)
+            self._learn(sessions, decision)
             self._save()
         self.window.groups += 1
         self.window.of(task).dropped += not decision.members
@@ -284,6 +294,30 @@ class RolloutSource:
         """Keep how tasks share the stage where a resume looks."""
         for name, value in self.sharing.state.items():
             self._ledger.put_state(name, value)
+
+    def _learn(self, sessions: dict[str, Session], decision: GroupDecision) -> None:
+        """Remember how a group went, for the choice of others; in its decision's transaction."""
+        valid = [s for s in sessions.values() if s.outcome is not None and s.outcome.scored]
+        rewards = [s.rewards["reward"] for s in valid]
+        instance = msgspec.convert(next(iter(sessions.values())).instance, TaskInstance)
+        if rewards and decision.drop_reason is not DropReason.GROUP_INVALID:
+            signal = bool(decision.members)
+            self._generated.decided(instance.task, signal, sum(rewards) / len(rewards))
+            counts = self.window.of(instance.task)
+            counts.decided += 1
+            counts.with_signal += signal
+        curriculum = self.sharing.mix.curriculum
+        if curriculum is not None:
+            curriculum.observe(instance, rewards)
+            curriculum.save(self.config.stage, self._ledger.put_state)
+
+    def _chosen(self) -> dict[str, Any]:
+        """What has to be kept of the choice of tasks and problems with each dispatch."""
+        found = self.sharing.state
+        curriculum = self.sharing.mix.curriculum
+        if curriculum is not None:
+            found[choices_key(self.config.stage)] = curriculum.choices
+        return found
 
     def _decision(self, sessions: dict[str, Session]) -> GroupDecision:
         scored = [
@@ -330,6 +364,9 @@ class RolloutSource:
             self._drop_stale(version)
             if self._enough():
                 return self._cut(version)
+            if self._generated.failed:
+                stage = self.config.stage
+                raise UserError(self._generated.explanation(stage, len(self._ready)))
             if self._error is not None:
                 raise self._error  # the recorder failed (a full disk, a bug): nothing can go on
             if (verdict := self.pauses.verdict) is not None:
@@ -371,7 +408,8 @@ class RolloutSource:
 
     def _enough(self) -> bool:
         if not self.config.synchronous:
-            return len(self._ready) >= self.config.groups_per_batch
+            wanted = 1 if self._generated.shrunk else self.config.groups_per_batch
+            return len(self._ready) >= wanted
         if self._credit > 0 or self._rollouts or self._open:
             return False
         if self._ready:
@@ -382,12 +420,20 @@ class RolloutSource:
         return False
 
     def _cut(self, version: int) -> TrainingBatch:
-        config = self.config
-        count = len(self._ready) if config.synchronous else config.groups_per_batch
+        config, ready = self.config, len(self._ready)
+        shrunk = self._generated.shrunk and ready < config.groups_per_batch
+        if shrunk and not self._shrunk:
+            told = self._generated.explanation(config.stage, ready)
+            self._report(f"{told}; going on with smaller batches, where that happens")
+        self._shrunk |= shrunk  # said once; how often it happens is a metric
+        self.window.small_batches += shrunk
         with self._ledger.transaction():
-            batch = self._ready.cut(version, count)
+            batch = self._ready.cut(
+                version, ready if config.synchronous else min(ready, config.groups_per_batch)
+            )
             self.sharing.trained(batch.tasks)
             self._save()
+        self._generated.cut()
         for task, groups in batch.tasks.items():
             self.window.of(task).trained += groups
         self._wake()

@@ -27,6 +27,10 @@ class TaskCounts(msgspec.Struct):
     sampled_tokens: int = 0
     dropped: int = 0
     """Groups that will not train: without signal, invalid, or too old."""
+    decided: int = 0
+    """Groups with enough valid rollouts."""
+    with_signal: int = 0
+    """Those of them whose rewards differ."""
     trained: int = 0
     """Groups handed to the trainer."""
     seconds: deque[float] = msgspec.field(default_factory=lambda: deque(maxlen=_MOST_TIMES))
@@ -51,6 +55,8 @@ class Window(msgspec.Struct):
     dropped_no_signal: int = 0
     dropped_invalid: int = 0
     dropped_stale: int = 0
+    small_batches: int = 0
+    """Batches with fewer groups than they should have, as others would have cost too much."""
     tasks: dict[str, TaskCounts] = msgspec.field(default_factory=dict)
 
     def of(self, task: str) -> TaskCounts:

@@ -3,7 +3,6 @@
 What must survive a crash is in the ledger before it is acted upon.
 """
 
-import asyncio
 import contextlib
 import hashlib
 import os
@@ -18,8 +17,10 @@ from headrace.engine.types import PolicyEngine
 from headrace.errors import UserError
 from headrace.model.shared_folder import own_folder
 from headrace.recipe import AgenticRlStage, DistillationObjective, share_limits
-from headrace.rollout.mixing import HeldOut, TaskMix, TaskShare
+from headrace.rollout.curriculum import Curriculum, CurriculumConfig, choices_key, difficulty_key
+from headrace.rollout.mixing import TaskMix, TaskShare
 from headrace.rollout.orchestrator import RolloutSource, SourceConfig
+from headrace.rollout.overgeneration import OvergenerationConfig
 from headrace.rollout.pausing import TaskPauses
 from headrace.rollout.ratios import AdaptiveRatios, RatioRule, TaskBounds
 from headrace.rollout.sharing import cursor_key, ratios_key
@@ -27,11 +28,11 @@ from headrace.rollout.window import Window
 from headrace.stages.context import (
     SAVE_TIMEOUT_S,
     StageContext,
-    held_out_instances,
     next_version,
     optimizer_config,
     save_weights,
 )
+from headrace.stages.held_out import hold_out
 from headrace.stages.task_metrics import task_metrics
 from headrace.stages.trainers import TrainerGroup, open_trainer
 from headrace.tasks.types import TaskService
@@ -61,7 +62,13 @@ async def run_agentic_rl(
             for name, ratio in stage.task_ratios.items()
         ],
         state=ledger.get_state(cursor_key(stage.name)),
-        held_out=await asyncio.to_thread(_held_out, context),
+        held_out=await hold_out(context.recipe, context.tasks, ledger),
+        curriculum=Curriculum(
+            CurriculumConfig(**stage.curriculum.constants),
+            seed=context.recipe.seed,
+            choices=ledger.get_state(choices_key(stage.name)),
+            difficulty=ledger.get_state(difficulty_key(stage.name)),
+        ),
     )
     source_of_batches = RolloutSource(
         SourceConfig(
@@ -77,12 +84,14 @@ async def run_agentic_rl(
             judged=isinstance(stage.objective, DistillationObjective),
             synchronous=stage.mode == "sync",
             seed=context.recipe.seed,
+            dynamic=OvergenerationConfig(**stage.dynamic.model_dump()),
         ),
         runner=system.runner,
         ledger=ledger,
         mix=mix,
         pauses=TaskPauses(mix.ratios, give_up_s=stage.give_up_s, report=context.message),
         ratios=_ratios(context, stage),
+        report=context.message,
     )
     source_of_batches.resume(recovery)
     cores = system.cores.trainer
@@ -160,16 +169,6 @@ def _ratios(context: StageContext, stage: AgenticRlStage) -> AdaptiveRatios | No
         RatioRule(table.rule, table.step, table.every, table.window, table.learnable),
         {name: TaskBounds(*limits) for name, limits in share_limits(table, stage.tasks).items()},
         state=context.ledger.get_state(ratios_key(stage.name)),
-    )
-
-
-def _held_out(context: StageContext) -> HeldOut:
-    """Everything that the recipe measures, by content."""
-    table = context.recipe.evaluation
-    measured = table.task_names if table is not None else ()
-    return HeldOut(
-        context.tasks,
-        [i for name in measured if table for i in held_out_instances(context.tasks[name], table)],
     )
 
 

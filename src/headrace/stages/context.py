@@ -8,13 +8,12 @@ import msgspec
 
 from headrace.cluster.types import Cluster
 from headrace.engines import Placement
-from headrace.errors import UserError
-from headrace.recipe import AgenticRlStage, EvaluationTable, Recipe, StageTable, SupervisedStage
+from headrace.recipe import AgenticRlStage, Recipe, StageTable, SupervisedStage
 from headrace.rollout.ledger import Ledger
 from headrace.rollout.reading import VERSION_STATE
 from headrace.stages.trainers import TrainerGroup
 from headrace.system import System
-from headrace.tasks.types import TaskInstance, TaskService
+from headrace.tasks.types import TaskService
 
 SAVE_TIMEOUT_S = 600.0
 
@@ -89,18 +88,6 @@ async def save_weights(
     )
 
 
-async def demonstrations_of(task: TaskService, count: int, seed: int, quality: float) -> list[Any]:
-    """Demonstrations of a task that can make them.
-
-    Raises:
-        UserError: the task has none.
-    """
-    make = getattr(task, "demonstrations", None)
-    if make is None:
-        raise UserError(f"task {task.name} has no demonstrations; an sft stage cannot use it")
-    return await make(count, seed, quality)
-
-
 def optimizer_config(stage: StageTable) -> dict[str, Any]:
     """Keyword arguments of `OptimizerConfig`."""
     return {
@@ -114,8 +101,3 @@ def optimizer_config(stage: StageTable) -> dict[str, Any]:
         "algorithm": stage.optimizer,
         "embedding": stage.embedding_rate if isinstance(stage, SupervisedStage) else 1.0,
     }
-
-
-def held_out_instances(task: TaskService, table: EvaluationTable) -> list[TaskInstance]:
-    """What is measured of a task: the same at every measurement and for every seed of a recipe."""
-    return [task.instance(task.evaluation_seed(i)) for i in range(table.instances)]

@@ -32,11 +32,11 @@ from headrace.recipe import (
 from headrace.stages.context import (
     SAVE_TIMEOUT_S,
     StageContext,
-    demonstrations_of,
     optimizer_config,
     save_weights,
     training_folder,
 )
+from headrace.stages.held_out import demonstrations_of, hold_out
 from headrace.stages.trainers import open_trainer
 from headrace.tokens.messages import normalise
 from headrace.tokens.renderer import ChatRenderer, create_renderer
@@ -83,9 +83,11 @@ async def run_sft(
         )
     else:
         context.message(f"making {stage.demonstrations} demonstrations")
+        held_out = await hold_out(context.recipe, context.tasks, context.ledger)
         found = await demonstrations_of(
-            context.tasks[task], stage.demonstrations, context.recipe.seed, stage.quality
+            context.tasks[task], stage.demonstrations, context.recipe.seed, stage.quality, held_out
         )
+        facts["demonstrations_held_out"] = stage.demonstrations - len(found)
         facts["demonstrations_right"] = sum(d.right for d in found) / len(found)
         samples, too_long = await asyncio.to_thread(
             _demonstration_samples, found, renderer, stage.prompt_loss, longest

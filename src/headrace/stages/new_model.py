@@ -13,7 +13,7 @@ from headrace.data.corpora import open_corpus, sample_texts
 from headrace.errors import UserError
 from headrace.recipe import ModelTable, Recipe, SftStage
 from headrace.recipe.tables import TokenizerTable
-from headrace.stages.context import demonstrations_of
+from headrace.stages.held_out import demonstrations_of, measured
 from headrace.stages.language import corpus_spec
 from headrace.stages.trainers import open_trainer
 from headrace.tasks.types import TaskService
@@ -129,7 +129,8 @@ async def _tokenizer(
         raise UserError(
             "tokenizer: nothing to learn from; give tokenizer.corpus, or an sft stage with a task"
         )
-    found = await demonstrations_of(task, table.demonstrations, recipe.seed, 0.5)
+    held_out = await asyncio.to_thread(measured, recipe, tasks)
+    found = await demonstrations_of(task, table.demonstrations, recipe.seed, 0.5, held_out)
     texts = [text for d in found for text in _texts(d.messages)]
     return await asyncio.to_thread(train_tokenizer, texts, table.vocab_size, table.format)
 

@@ -1,4 +1,4 @@
-"""Metrics of each task of several in an RL stage: its share, its success, its speed.
+"""Metrics of the tasks of an RL stage: share, success, speed, signal, difficulty.
 
 Names are `task.NAME.*`; a stage with one task has the same numbers without them.
 """
@@ -17,7 +17,9 @@ def task_metrics(sharing: TaskSharing, window: Window, seconds: float) -> dict[s
         seconds: wall clock, > 0.
     """
     mix = sharing.mix
-    found = {"held_out_skipped": float(sum(mix.skipped.values()))}
+    found = {"held_out_skipped": float(sum(mix.skipped.values()))} | _signal_metrics(mix, window)
+    if mix.curriculum is not None:
+        found |= mix.curriculum.metrics()
     if len(mix.ratios) == 1:
         return found
     found |= ratio_errors(mix)
@@ -31,6 +33,21 @@ def task_metrics(sharing: TaskSharing, window: Window, seconds: float) -> dict[s
         found[f"{place}.rollouts_in_flight"] = float(sharing.running[name])
         for key, value in _window_metrics(window.of(name), seconds).items():
             found[f"{place}.{key}"] = value
+    return found
+
+
+def _signal_metrics(mix: TaskMix, window: Window) -> dict[str, float]:
+    """How many groups carried signal, and how many were generated for each that trained."""
+    found = {"small_batches": float(window.small_batches)} if window.small_batches else {}
+    places = [("", list(window.tasks.values()))]
+    places += [(f"task.{name}.", [window.of(name)]) for name in mix.ratios]
+    for place, counts in places:
+        decided = sum(c.decided for c in counts)
+        trained = sum(c.trained for c in counts)
+        if decided:
+            found[f"{place}signal_share"] = sum(c.with_signal for c in counts) / decided
+        if trained:
+            found[f"{place}overgeneration"] = decided / trained
     return found
 
 

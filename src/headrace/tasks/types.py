@@ -77,6 +77,8 @@ class Demonstration(msgspec.Struct, frozen=True):
         level: its difficulty.
         right: whether every command or answer in it was the reference.
         reward: what the verifier says about its end, in [0, 1].
+        content_id: names the problem that is asked, see `TaskService.content_id`; without it no
+            demonstration trains in a run that measures, as it may show what is held out.
     """
 
     messages: tuple[dict[str, Any], ...]
@@ -86,6 +88,7 @@ class Demonstration(msgspec.Struct, frozen=True):
     level: int
     right: bool
     reward: float
+    content_id: str = ""
 
 
 def check_quality(quality: float) -> None:

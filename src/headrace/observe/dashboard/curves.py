@@ -11,6 +11,7 @@ from typing import Any
 
 from headrace.observe.charts import thin
 from headrace.observe.dashboard.overview import evaluations
+from headrace.observe.difficulty import pass_rate_labels
 from headrace.observe.metrics import MetricRow
 from headrace.observe.runs import Run
 from headrace.observe.statistics import mean_interval
@@ -21,6 +22,7 @@ Chart = tuple[str, str, Mapping[str, str], bool]
 
 _RL_CHARTS: tuple[Chart, ...] = (
     ("Reward of finished rollouts", "mean", {"reward_mean": "reward"}, True),
+    ("Groups with signal", "share", {"signal_share": "share"}, True),
     ("Turns per rollout", "turns", {"turns_mean": "turns"}, True),
     ("Entropy of sampled tokens", "nats", {"entropy": "entropy"}, True),
     ("Loss", "loss", {"loss": "loss"}, False),
@@ -146,7 +148,11 @@ def _rewards(run: Run) -> list[dict[str, Any]]:
 
 def _charts(rows: Sequence[MetricRow], kind: str) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
-    for title, unit, names, zero in _RL_CHARTS if kind == "agentic_rl" else _SUPERVISED_CHARTS:
+    charts = _SUPERVISED_CHARTS
+    if kind == "agentic_rl":
+        levels = pass_rate_labels(name for row in rows for name in row.metrics)
+        charts = (*_RL_CHARTS, ("Estimated pass rate by level", "share", levels, True))
+    for title, unit, names, zero in charts:
         lines = _series(rows, names)
         if lines:
             found.append({"title": title, "unit": unit, "zero": zero, "lines": lines})

@@ -139,4 +139,5 @@ def write_down(
         level=1,
         right=script.right,
         reward=score(problem, answer),
+        content_id=problem.content_id,
     )

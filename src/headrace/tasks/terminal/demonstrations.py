@@ -21,6 +21,7 @@ from headrace.sandbox.types import (
 )
 from headrace.tasks.terminal.agent import TOOLS, opening_messages, tool_text
 from headrace.tasks.terminal.problem import DONE, NOTHING, STOP, Problem, StateGoal, first_line
+from headrace.tasks.terminal.seeds import content_hash
 from headrace.tasks.terminal.verifier import score
 from headrace.tasks.types import Demonstration
 
@@ -196,4 +197,5 @@ def _write_down(run: _Run, end: dict[str, FileEntry], output_limit: int) -> Demo
         level=problem.level,
         right=run.script.right,
         reward=score(problem.goal, answer, end)["reward"],
+        content_id=content_hash(problem),
     )
