@@ -48,6 +48,10 @@ deterministic = true
 [tasks.reasoning]
 system_prompt = "Count."
 families = {{ count_bits = {{ min_n = 1, max_n = 31 }} }}
+[evaluation]
+task = "reasoning"
+instances = 8
+before = false
 """
 _NEW_MODEL = """
 [model.init]
@@ -61,12 +65,6 @@ max_positions = 384
 [tokenizer]
 vocab_size = 480
 demonstrations = 300
-"""
-_EVALUATION = """
-[evaluation]
-task = "reasoning"
-instances = 8
-before = false
 """
 _WARMUP = """
 [[stages]]
@@ -108,8 +106,8 @@ def rl_recipe(seed: int, updates: int, checkpoint: Path) -> str:
 
 
 def whole_recipe(seed: int, steps: int, updates: int) -> str:
-    """All of it, with measurements in between."""
-    parts = _HEAD + _NEW_MODEL + _EVALUATION + _WARMUP + _RL
+    """All of it."""
+    parts = _HEAD + _NEW_MODEL + _WARMUP + _RL
     return parts.format(seed=seed, steps=steps, updates=updates)
 
 
@@ -299,8 +297,7 @@ def crash(text: str, folder: Path, *, kills: int, within_s: float, seed: int) ->
     recipe.write_text(text)
     began = time.monotonic()
     whole = Lives(recipe, folder / "whole")
-    if whole.start().wait(DEADLINE_S) != 0:
-        raise Failure(f"the uninterrupted run failed: {_tail(whole.output)}")
+    run_to_end(whole)
     uninterrupted_s = time.monotonic() - began
     wanted = Trained(whole.run_dir)
     _require_gone(whole)
@@ -337,6 +334,15 @@ def crash(text: str, folder: Path, *, kills: int, within_s: float, seed: int) ->
         "uninterrupted_s": uninterrupted_s,
         "wall_s": time.monotonic() - began,
     }
+
+
+def run_to_end(lives: Lives) -> None:
+    """Start it, and raise Failure unless it ends well."""
+    try:
+        if lives.start().wait(DEADLINE_S) != 0:
+            raise Failure(f"a run that nobody killed failed: {_tail(lives.output)}")
+    finally:
+        lives.end()
 
 
 def _live_through(

@@ -11,6 +11,7 @@ import msgspec
 
 from headrace.errors import UserError
 from headrace.rollout.audit import Finding, audit
+from headrace.rollout.integrity import duplicate_rows, group_records, recovery_count, stage_names
 from headrace.rollout.reading import LedgerReader
 from headrace.rollout.records import TRAIN, Conservation, Publication, SessionSummary
 from headrace.rollout.segments import segments
@@ -116,7 +117,7 @@ def ledger_report(ledger: LedgerReader, stage: str | None = None) -> LedgerRepor
         UserError: there is no such stage.
     """
     with ledger.snapshot():
-        names = ledger.stage_names()
+        names = stage_names(ledger)
         if stage is not None and stage not in names:
             raise UserError(
                 f"--stage {stage}: the ledger has no such stage; it has "
@@ -151,9 +152,9 @@ def _account(ledger: LedgerReader, stage: str, finished: bool | None) -> StageAc
             tau=max(bounds, default=None),
         ),
         staleness=staleness,
-        duplicates=ledger.duplicates(stage),
+        duplicates=duplicate_rows(ledger, stage),
         publications=ledger.publications(stage),
-        recoveries=ledger.recoveries(stage),
+        recoveries=recovery_count(ledger, stage),
         trained_digest=digest,
     )
 
@@ -165,7 +166,7 @@ def _groups(ledger: LedgerReader, stage: str) -> GroupAccount:
         members.setdefault(session.group_id, []).append(session)
     places: Counter[str] = Counter()
     dropped: Counter[str] = Counter()
-    groups = ledger.groups(stage)
+    groups = group_records(ledger, stage)
     for group in groups:
         own = members.get(group.id, [])
         if any(session.step is not None for session in own):

@@ -5,7 +5,7 @@
 
 import contextlib
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -18,7 +18,6 @@ from headrace.rollout.records import (
     BatchMember,
     Conservation,
     Evaluation,
-    GroupRecord,
     Publication,
     RewardPoint,
     SessionSummary,
@@ -46,7 +45,7 @@ SESSION_SQL = """SELECT s.key, s.id, s.stage, s.purpose, g.task, g.instance, s.g
     LEFT JOIN batch_members m ON m.session = s.key
     LEFT JOIN batches b ON b.stage = m.stage AND b.idx = m.batch"""
 
-_TRAINED = """FROM calls c JOIN sessions s ON s.key = c.session
+TRAINED_SQL = """FROM calls c JOIN sessions s ON s.key = c.session
     JOIN batch_members m ON m.session = c.session
     JOIN batches b ON b.stage = m.stage AND b.idx = m.batch
     WHERE b.step IS NOT NULL AND c.drop_reason IS NULL AND (?1 IS NULL OR s.stage = ?1)"""
@@ -88,6 +87,10 @@ class LedgerReader:
         """All reads inside see one moment of the ledger."""
         with self._store.snapshot():
             yield
+
+    def query(self, sql: str, parameters: Sequence[Any] = ()) -> list[tuple[Any, ...]]:
+        """Rows of a SELECT, for modules that know the tables as this one does."""
+        return self._store.execute(sql, parameters)
 
     # --- evidence ---------------------------------------------------------------------------
 
@@ -212,92 +215,6 @@ class LedgerReader:
         )
         return count
 
-    def stage_names(self) -> list[str]:
-        """Every stage that is mentioned: those that started, in order, then others by name."""
-        names = [record.name for record in self.stages()]
-        rows = self._store.execute(
-            "SELECT stage FROM groups UNION SELECT stage FROM batches UNION "
-            "SELECT stage FROM publications ORDER BY 1"
-        )
-        return [*names, *(name for (name,) in rows if name not in names)]
-
-    def groups(self, stage: str, purpose: str | None = TRAIN) -> list[GroupRecord]:
-        """Groups of a stage in order of dispatch; of every purpose if that is None."""
-        rows = self._store.execute(
-            "SELECT id, stage, purpose, size, state, drop_reason, (SELECT COUNT(*) FROM sessions s "
-            "WHERE s.group_id = g.id AND s.replaced = 0) FROM groups g "
-            "WHERE stage = ?1 AND (?2 IS NULL OR purpose = ?2) ORDER BY rowid",
-            (stage, purpose),
-        )
-        return [GroupRecord(*row) for row in rows]
-
-    def recoveries(self, stage: str) -> int:
-        """How often a stage that had begun was taken up after its process had ended."""
-        ((count,),) = self._store.execute(
-            "SELECT COUNT(*) FROM recoveries r WHERE r.stage = ?1 AND (r.step > 0 OR r.cancelled "
-            "OR r.replayed OR r.at > (SELECT MIN(created_at) FROM groups WHERE stage = ?1))",
-            (stage,),
-        )
-        return count
-
-    def missing(self, stage: str) -> list[str]:
-        """What rows of a stage imply that is not there, in words; empty in a sound ledger."""
-        found = []
-        for words, sql in (
-            (
-                "session {} has no group",
-                "SELECT id FROM sessions WHERE stage = ?1 AND group_id NOT IN "
-                "(SELECT id FROM groups)",
-            ),
-            (
-                "batch {} lacks a member",
-                "SELECT batch FROM batch_members WHERE stage = ?1 GROUP BY batch "
-                "HAVING MAX(position) >= COUNT(*)",
-            ),
-            (
-                "batch member {} has no batch",
-                "SELECT session FROM batch_members m WHERE stage = ?1 AND NOT EXISTS "
-                "(SELECT 1 FROM batches b WHERE b.stage = m.stage AND b.idx = m.batch)",
-            ),
-            (
-                "session {} lacks a call before its last",
-                "SELECT s.id FROM sessions s JOIN calls c ON c.session = s.key WHERE s.stage = ?1 "
-                "GROUP BY s.key HAVING MAX(c.idx) >= COUNT(*)",
-            ),
-        ):
-            found += [words.format(row[0]) for row in self._store.execute(sql, (stage,))]
-        return found
-
-    def duplicates(self, stage: str) -> dict[str, int]:
-        """What occurs more than once in a stage and must not, by kind; empty in a sound ledger.
-
-        The schema forbids most of it, so this is about files that were changed by other means.
-        Tokens that train more than once are those of calls whose session is a member twice.
-        """
-        found = {}
-        for kind, sql in (
-            ("session ids", "SELECT id FROM sessions WHERE stage = ?1"),
-            (
-                "call ids",
-                "SELECT c.id FROM calls c JOIN sessions s ON s.key = c.session WHERE s.stage = ?1",
-            ),
-            ("group ids", "SELECT id FROM groups WHERE stage = ?1"),
-            ("batch indices", "SELECT idx FROM batches WHERE stage = ?1"),
-            ("sessions in batches", "SELECT session FROM batch_members WHERE stage = ?1"),
-        ):
-            ((extra,),) = self._store.execute(
-                f"WITH found(name) AS ({sql}) SELECT COUNT(*) - COUNT(DISTINCT name) FROM found",
-                (stage,),
-            )
-            if extra:
-                found[kind] = extra
-        ((tokens,),) = self._store.execute(
-            "SELECT COALESCE(SUM((n - 1) * tokens), 0) FROM (SELECT c.tokens, COUNT(*) AS n "
-            f"{_TRAINED} GROUP BY c.rowid)",
-            (stage,),
-        )
-        return found | ({"tokens trained again": tokens} if tokens else {})
-
     # --- accounting -------------------------------------------------------------------------
 
     def conservation(self, stage: str | None = None) -> Conservation:
@@ -313,7 +230,7 @@ class LedgerReader:
                 (stage,),
             )
             ((trained,),) = self._store.execute(
-                f"SELECT COALESCE(SUM(c.tokens), 0) {_TRAINED}", (stage,)
+                f"SELECT COALESCE(SUM(c.tokens), 0) {TRAINED_SQL}", (stage,)
             )
             dropped = self._store.execute(
                 "SELECT COALESCE(c.drop_reason, s.drop_reason) AS why, SUM(c.tokens) FROM calls c "
@@ -373,7 +290,7 @@ class LedgerReader:
         counts: dict[int, int] = defaultdict(int)
         mixed = []
         for key, version, oldest, newest, tokens in self._store.execute(
-            f"SELECT c.key, b.version, c.oldest, c.newest, c.tokens {_TRAINED} AND c.tokens > 0",
+            f"SELECT c.key, b.version, c.oldest, c.newest, c.tokens {TRAINED_SQL} AND c.tokens > 0",
             (stage,),
         ):
             if oldest == newest:
