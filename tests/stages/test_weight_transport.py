@@ -1,5 +1,6 @@
 """How an RL stage hands weights over: through shared memory, and through the disk if that fails."""
 
+import asyncio
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -52,20 +53,61 @@ def left_in(folder: Path) -> list[str]:
     return [path.name for path in folder.iterdir()]
 
 
+def context_of(run_dir: Path, told: list[str], way: str = "shared") -> Any:
+    table = SimpleNamespace(weight_transport=way, dtype="bfloat16")
+    recipe = SimpleNamespace(engine=table)
+    return SimpleNamespace(run_dir=run_dir, message=told.append, recipe=recipe)
+
+
 async def updates(
     tmp_path: Path, engine: Engine, trainer: Trainer, way: str = "shared"
 ) -> list[str]:
-    """Three updates; returns what people were told."""
+    """Three updates of which the second does not wait for the engine; returns what people were
+    told."""
     told: list[str] = []
-    table = SimpleNamespace(weight_transport=way, dtype="bfloat16")
-    context: Any = SimpleNamespace(
-        run_dir=tmp_path / "run", message=told.append, recipe=SimpleNamespace(engine=table)
-    )
     stand_ins: Any = (engine, trainer)
-    async with _open_transport(context, *stand_ins) as transport:
+    async with _open_transport(context_of(tmp_path / "run", told, way), *stand_ins) as transport:
         for version in (1, 2, 3):
-            await transport.update_engine(Path(f"disk{version}"), version)
+            await transport.update_engine(Path(f"disk{version}"), version, beside=version == 2)
     return told
+
+
+class SlowEngine(Engine):
+    """Loads when it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.go_on = asyncio.Event()
+        self.begun: asyncio.Queue[int] = asyncio.Queue()
+
+    async def load_weights(self, path: str, version: int, *, checkpoint: str | None = None) -> None:
+        self.begun.put_nowait(version)
+        await self.go_on.wait()
+        if version == 2:
+            raise UserError("no such weights")
+        await super().load_weights(path, version, checkpoint=checkpoint)
+
+
+async def test_the_trainer_goes_on_while_the_engine_loads(shm: Path, tmp_path: Path) -> None:
+    stand_ins: Any = (engine := SlowEngine(), Trainer())
+    async with _open_transport(context_of(tmp_path, [], "disk"), *stand_ins) as transport:
+        await transport.update_engine(Path("disk1"), 1, beside=True)
+        assert engine.loaded == []
+        # The next version waits for this one: versions never overtake each other.
+        second = asyncio.create_task(transport.update_engine(Path("disk2"), 2, beside=True))
+        assert await engine.begun.get() == 1
+        await asyncio.sleep(0)
+        assert engine.begun.empty()
+        assert not second.done()
+        engine.go_on.set()
+        await second
+        assert engine.loaded == [("disk1", 1, None)]
+        with pytest.raises(UserError, match="no such weights"):
+            await transport.settled()
+        # What nobody waits for ends with the stage.
+        engine.go_on.clear()
+        await transport.update_engine(Path("disk3"), 3, beside=True)
+    assert [task for task in asyncio.all_tasks() if task.get_name().startswith("load")] == []
 
 
 async def test_weights_go_through_shared_memory_and_none_stay(shm: Path, tmp_path: Path) -> None:

@@ -41,7 +41,8 @@ class SourceConfig(msgspec.Struct, frozen=True):
     advantage_std: bool = False
     synchronous: bool = False
     ready_batches: int = 2
-    """Finished groups waiting for the trainer are bounded by this many batches."""
+    """Where more finished groups than this many batches wait for the trainer, fewer rollouts are
+    started; where twice as many do, none."""
 
 
 class RolloutSource:
@@ -154,9 +155,13 @@ class RolloutSource:
         config = self.config
         if config.synchronous:
             return self._credit > 0
-        if self._rollouts and len(self._rollouts) + config.group_size > config.concurrency:
+        # Rollouts started now are ready much later. So they give way little by little while groups
+        # pile up; all or nothing would let the trainer run dry, then flood it, again and again.
+        full = config.ready_batches * config.groups_per_batch
+        spare = min(1.0, 2.0 - len(self._ready) / full)
+        if self._rollouts and len(self._rollouts) + config.group_size > config.concurrency * spare:
             return False
-        return len(self._ready) < config.ready_batches * config.groups_per_batch
+        return spare > 0.0
 
     async def _produce(self) -> None:
         while True:

@@ -107,7 +107,8 @@ async def run_agentic_rl(
             with ledger.transaction():
                 ledger.publish(stage.name, version, progress.step, path)
                 ledger.checkpointed(stage.name, progress.step, path)
-            await transport.update_engine(path, version)
+            # Engines stamp what they sample themselves, so the trainer need not wait for them.
+            await transport.update_engine(path, version, beside=stage.mode == "async")
             progress.version = version
             _prune(context.run_dir, stage.name, keep=path)
 
@@ -128,6 +129,7 @@ async def run_agentic_rl(
         published = ledger.publications(stage.name)[-1]
         if published.step < progress.step:
             await publish(progress)
+        await transport.settled()
         await save_weights(worker, target, tokenizer=source)
     return {"updates": progress.step, "version": progress.version}
 
@@ -169,7 +171,7 @@ def load_request(stage: AgenticRlStage, begin: Path, *, reference: Path) -> dict
 
 
 class _Transport:
-    """Brings weights that the trainer has saved to the engine.
+    """Brings weights that the trainer has saved to the engine, one version after the other.
 
     Args:
         context: of the stage.
@@ -189,30 +191,63 @@ class _Transport:
         self._engine = engine
         self._worker = worker
         self._folder = folder
+        self._loading: asyncio.Task[None] | None = None
 
-    async def update_engine(self, checkpoint: Path, version: int) -> None:
-        """Switch the engine to the trainer's present weights, which `checkpoint` holds, too."""
+    async def update_engine(self, checkpoint: Path, version: int, *, beside: bool) -> None:
+        """Switch the engine to the trainer's present weights, which `checkpoint` holds, too.
+
+        Args:
+            checkpoint: on disk.
+            version: their stamp.
+            beside: return as soon as the trainer may go on; the engine loads meanwhile. What goes
+                wrong there is raised by the next call or `settled`.
+        """
+        await self.settled()
+        shared: str | None = None
         if self._folder is not None:
             try:
-                await self._share(self._folder, checkpoint, version)
+                shared = await self._share(self._folder, version)
+            except (UserError, WorkerFailure) as refusal:
+                self._give_up_sharing(refusal)
+        self._loading = asyncio.create_task(
+            self._load(shared, str(checkpoint), version), name=f"load version {version}"
+        )
+        if not beside:
+            await self.settled()
+
+    async def settled(self) -> None:
+        """Return when the engine has the weights of the last update."""
+        loading, self._loading = self._loading, None
+        if loading is not None:
+            await loading
+
+    async def close(self) -> None:
+        """Forget an update that nobody waits for any more."""
+        if self._loading is not None:
+            self._loading.cancel()
+            await asyncio.gather(self._loading, return_exceptions=True)
+
+    async def _share(self, folder: Path, version: int) -> str:
+        dtype = self._context.recipe.engine.dtype
+        return await self._worker.request(
+            "publish",
+            {"folder": str(folder), "version": version, "dtype": dtype},
+            timeout_s=SAVE_TIMEOUT_S,
+        )
+
+    async def _load(self, shared: str | None, checkpoint: str, version: int) -> None:
+        if shared is not None:
+            try:
+                await self._engine.load_weights(shared, version, checkpoint=checkpoint)
                 return
             except (UserError, WorkerFailure) as refusal:
                 # What the engine refused it has not taken, and the checkpoint is there.
-                self._folder = None
-                self._context.message(f"weights go through the disk from here on: {refusal}")
-        await self._engine.load_weights(str(checkpoint), version)
+                self._give_up_sharing(refusal)
+        await self._engine.load_weights(checkpoint, version)
 
-    async def _share(self, folder: Path, checkpoint: Path, version: int) -> None:
-        path = await self._worker.request(
-            "publish",
-            {
-                "folder": str(folder),
-                "version": version,
-                "dtype": self._context.recipe.engine.dtype,
-            },
-            timeout_s=SAVE_TIMEOUT_S,
-        )
-        await self._engine.load_weights(path, version, checkpoint=str(checkpoint))
+    def _give_up_sharing(self, refusal: Exception) -> None:
+        self._folder = None
+        self._context.message(f"weights go through the disk from here on: {refusal}")
 
 
 @contextlib.asynccontextmanager
@@ -220,13 +255,15 @@ async def _open_transport(
     context: StageContext, engine: PolicyEngine, worker: TrainerGroup
 ) -> AsyncIterator[_Transport]:
     """A transport for the stage, as the recipe says; nothing of it stays in shared memory."""
-    if context.recipe.engine.weight_transport == "disk":
-        yield _Transport(context, engine, worker, None)
-        return
-    # The same name after a crash, so that what was left behind is found.
-    run = hashlib.blake2b(os.fsencode(context.run_dir.resolve()), digest_size=8).hexdigest()
-    with own_folder(run) as folder:
-        yield _Transport(context, engine, worker, folder)
+    async with contextlib.AsyncExitStack() as stack:
+        folder = None
+        if context.recipe.engine.weight_transport != "disk":
+            # The same name after a crash, so that what was left behind is found.
+            run = hashlib.blake2b(os.fsencode(context.run_dir.resolve()), digest_size=8).hexdigest()
+            folder = stack.enter_context(own_folder(run))
+        transport = _Transport(context, engine, worker, folder)
+        stack.push_async_callback(transport.close)
+        yield transport
 
 
 class _RlObserver:
