@@ -7,6 +7,7 @@ another. Nothing but what the trainer is given differs between the variants.
 """
 
 import statistics
+from collections import deque
 from functools import cache
 from typing import NamedTuple
 
@@ -23,6 +24,8 @@ from headrace.training.reinforced import RlConfig
 from headrace.training.trainer import OptimizerConfig, Trainer
 
 VARIANTS = ("tokens", "text", "text_by_position")
+LAGS = (0, 8)
+"""Updates that the weights a rollout is sampled with are behind the trainer's."""
 LETTERS = "abcd"
 MERGES = 12
 LENGTH = 4
@@ -38,6 +41,7 @@ class Job(NamedTuple):
     """One run."""
 
     variant: str
+    lag: int
     seed: int
     updates: int
     groups: int
@@ -95,7 +99,7 @@ class Spelling:
 
     def decode(self, ids: list[int]) -> str:
         """The text of any spelling."""
-        return "".join(self._bpe.id_to_token(i) for i in ids)
+        return "".join(self._bpe.id_to_token(i) or "" for i in ids)
 
 
 @cache
@@ -180,7 +184,7 @@ def score(policy: Decoder, prompts: list[str], answers: list[list[int]]) -> list
 def trained_as(
     variant: str, policy: Decoder, prompts: list[str], answers: list[Answer]
 ) -> list[tuple[list[int], list[float]]]:
-    """Ids and logprobs that the trainer is given for each answer."""
+    """Ids and logprobs that the trainer is given for each answer; `policy` is its own."""
     if variant == "tokens":
         return [(answer.ids, answer.logprobs) for answer in answers]
     spelt = [spelt_as_text(answer) for answer in answers]
@@ -240,16 +244,22 @@ def run(job: Job) -> Outcomes:
     torch.set_num_threads(1)
     generator = torch.Generator().manual_seed(job.seed)
     trainer = Trainer(new_policy(job.seed), OptimizerConfig(job.learning_rate))
+    behaviour = new_policy(job.seed)
+    # Its first entry is the weights of `lag` updates ago, or the first ones there were.
+    past: deque[dict[str, Tensor]] = deque(maxlen=job.lag + 1)
     measured, respelt, masked = [], [], []
     for update in range(job.updates):
+        past.append({name: t.clone() for name, t in trainer.model.state_dict().items()})
+        behaviour.load_state_dict(past[0])
         prompts = [
             prompt for prompt in new_prompts(job.groups, generator) for _ in range(job.group_size)
         ]
-        answers = roll_out(trainer.model, prompts, generator)
+        answers = roll_out(behaviour, prompts, generator)
         respelt += [spelt_as_text(answer) != answer.ids for answer in answers]
         rewards = [reward_of(p, answer.text) for p, answer in zip(prompts, answers, strict=True)]
         given = trained_as(job.variant, trainer.model, prompts, answers)
-        samples = training_samples(prompts, given, rewards, job.group_size, update)
+        version = update - (len(past) - 1)
+        samples = training_samples(prompts, given, rewards, job.group_size, version)
         if samples:
             metrics = trainer.rl_step(samples, RlConfig(), version=update, fresh=True)
             masked.append(metrics["masked_low"] + metrics["masked_high"])

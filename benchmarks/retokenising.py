@@ -54,6 +54,8 @@ class Turn(NamedTuple):
         differs: its tokens are others after the detour.
         remerged: its text is encoded with other tokens than it was sampled with.
         bytes_lost: it holds bytes that are no UTF-8.
+        specials_spelt: it holds special tokens where the format has none, which come back as the
+            characters of their names: text of messages must not forge tokens of the template.
         reserialised: its text is another after reading and rendering.
         calls: it calls tools.
     """
@@ -61,6 +63,7 @@ class Turn(NamedTuple):
     differs: bool
     remerged: bool
     bytes_lost: bool
+    specials_spelt: bool
     reserialised: bool
     calls: bool
 
@@ -113,6 +116,7 @@ def _runs(mask: Sequence[bool]) -> list[list[int]]:
 def look_at(rollout: Rollout, text: Trained, renderer: ChatRenderer) -> list[Turn]:
     """What happened to each turn."""
     found = []
+    special = set(renderer.tokenizer.special_ids.values()) - set(renderer.stop_ids)
     sampled = [message for message in rollout.messages if message.get("train", True)]
     said = [message for message in sampled if message["role"] == "assistant"]
     for answer, positions, message in zip(rollout.answers, text.turns, said, strict=True):
@@ -124,6 +128,8 @@ def look_at(rollout: Rollout, text: Trained, renderer: ChatRenderer) -> list[Tur
                 differs=after != answer.ids,
                 remerged=not lost and encoded_again(answer.ids, renderer) != answer.ids,
                 bytes_lost=lost,
+                specials_spelt=sum(i in special for i in after)
+                < sum(i in special for i in answer.ids),
                 reserialised=not lost and renderer.decode(after) != written,
                 calls=bool(message.get("tool_calls")),
             )
