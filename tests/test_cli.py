@@ -201,7 +201,7 @@ def test_bugs_keep_their_traceback(recipe_file, tmp_path, monkeypatch):
 def test_help_names_every_command_and_bare_headrace_is_help(capsys):
     assert main(["--help"]) == 0
     text = capsys.readouterr().out
-    for command in ("run", "chat", "serve", "engine", "show", "report", "model", "doctor"):
+    for command in ("run", "chat", "serve", "engine", "show", "ledger", "report", "model", "doctor"):
         assert command in text
     assert main([]) == 0
     assert capsys.readouterr().out == text

@@ -54,6 +54,9 @@ class Chat:
     def evaluation_seed(self, index: int) -> int:
         return -1 - index
 
+    def content_id(self, instance: TaskInstance) -> str:
+        return str(instance.seed)
+
     async def rollout(self, instance: TaskInstance, endpoint: Endpoint) -> RolloutResult:
         self.rollouts += 1
         number = self.rollouts

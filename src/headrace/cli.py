@@ -416,6 +416,31 @@ def dashboard(
 
 
 @app.command()
+def ledger(
+    run_dir: RunArgument,
+    stage: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Only this stage of the recipe.")
+    ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object as the last line instead.")
+    ] = False,
+) -> int:
+    """Audit a run's record: where every group and token went, how old what trained was.
+
+    Works while the run goes on, when it is finished and when it crashed; reads only. Exit code 0
+    when every law held, 1 when one is broken. docs/ledger.md explains the report.
+    """
+    import json
+
+    from headrace.observe.books import audit_run
+
+    found = audit_run(run_dir, None if as_json else Console(), stage)
+    if as_json:
+        typer.echo(json.dumps(found))
+    return 0 if found["held"] else 1
+
+
+@app.command()
 def report(run_dir: RunArgument) -> int:
     """Write a run's report.html again, from what the run directory holds."""
     from headrace.observe.report import write_report

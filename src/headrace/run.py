@@ -17,6 +17,7 @@ from typing import Any
 
 from headrace.cluster.local import LocalCluster
 from headrace.cluster.types import WorkerDied, WorkerFailure
+from headrace.engine.types import EngineError
 from headrace.engines import core_list, engine_words
 from headrace.errors import UserError
 from headrace.observe.live import LiveView
@@ -39,6 +40,7 @@ from headrace.rollout.audit import audit
 from headrace.rollout.evaluation import STAGE as EVALUATION_STAGE
 from headrace.rollout.evaluation import evaluate
 from headrace.rollout.ledger import Ledger
+from headrace.rollout.reading import ledger_file
 from headrace.rollout.records import Evaluation
 from headrace.stages import StageContext, run_stage
 from headrace.stages.checks import check_recipe
@@ -52,6 +54,8 @@ START = "start"
 """Label of the model before the first stage."""
 _MEASURED = "measured"
 _SECONDS = "seconds:run"
+_TRAINER_DEATHS = 3
+"""A trainer is replaced so often without a new checkpoint in between."""
 
 
 def plan(recipe: Recipe) -> list[str]:
@@ -168,7 +172,9 @@ class _Run:
     async def main(self) -> None:
         recipe = self.recipe
         async with contextlib.AsyncExitStack() as stack:
-            opener = Ledger.resume if self.resume else Ledger.create
+            # A process may have died between making the directory a run and making its ledger.
+            begun = self.resume and ledger_file(self.dir).exists()
+            opener = Ledger.resume if begun else Ledger.create
             self.ledger = stack.enter_context(opener(self.dir))
             self.metrics = stack.enter_context(
                 MetricsWriter(self.dir, resume=self.resume, sinks=open_sinks(recipe, self.dir))
@@ -279,11 +285,41 @@ class _Run:
             message=self.view.message,
         )
         with self._explained(f"stage {stage.name}: the trainer"):
-            result = await run_stage(context, stage, source, target)
+            result = await self._work(context, stage, source, target)
         seconds = before + time.monotonic() - started
         self.ledger.stage_finished(stage.name, seconds, {"checkpoint": str(target), **result})
         self.view.stage_finished()
         self._summarise("running")
+
+    async def _work(
+        self, context: StageContext, stage: Stage, source: Path, target: Path
+    ) -> dict[str, Any]:
+        """Go through a stage. When its trainer's process dies, another one goes on from the newest
+        checkpoint, as a resumed run would; only one that gets nowhere again and again is an error.
+
+        Raises:
+            WorkerDied: of the last attempt.
+        """
+        deaths, reached = 0, self._durable(stage)
+        while True:
+            try:
+                return await run_stage(context, stage, source, target)
+            except WorkerDied as died:
+                before, reached = reached, self._durable(stage)
+                deaths = deaths + 1 if reached == before else 1
+                if deaths > _TRAINER_DEATHS:
+                    raise
+                self.view.message(
+                    f"stage {stage.name}: the trainer died ({died}; see {self.dir / 'logs'}); "
+                    f"another one goes on from the newest checkpoint (death {deaths} there, the "
+                    f"run ends after {_TRAINER_DEATHS})"
+                )
+
+    def _durable(self, stage: Stage) -> list[str]:
+        """Names of what a stage could go on from; it changes whenever it gets further."""
+        folder = training_folder(self.dir, stage)
+        saved = [path.name for path in folder.iterdir()] if folder.is_dir() else []
+        return sorted([*saved, *(p.path for p in self.ledger.publications(stage.name))])
 
     @contextlib.contextmanager
     def _explained(self, who: str) -> Iterator[None]:
@@ -295,6 +331,8 @@ class _Run:
             raise UserError(f"{who} stopped: {failure.message}") from None
         except WorkerDied as died:
             raise UserError(f"{who} died ({died}); {remedy}") from died
+        except EngineError as error:
+            raise UserError(f"the engine failed ({error}); {remedy}") from error
         except TimeoutError as error:
             raise UserError(f"{who} did not answer in time; {remedy}") from error
 
@@ -360,6 +398,7 @@ class _Run:
             temperature=temperature,
             concurrency=table.concurrency,
             progress=self.view.progress,
+            seed=self.recipe.seed,
         )
         low, high = wilson(result["ok"], result["n"])
         record = {"after": label, "low": low, "high": high, **result}

@@ -59,6 +59,22 @@ async def test_requests_failures_and_many_open_at_once(cluster):
     assert await handle.request("echo", {}) == ["hi", {}]
 
 
+async def test_a_connection_lost_a_moment_ago_is_a_death(cluster, monkeypatch):
+    """The event loop knows before the reader does, and one kind of loop raises RuntimeError."""
+    handle = await cluster.start(WorkerSpec("w", "test_local:EchoWorker"))
+    assert await handle.request("echo", {}) == ["", {}]
+
+    def write(data):
+        raise RuntimeError("unable to perform operation; the handler is closed")
+
+    monkeypatch.setattr(handle._writer, "write", write)
+    with pytest.raises(RuntimeError, match="the handler is closed"):
+        await handle.request("echo", {})
+    monkeypatch.setattr(handle._writer, "is_closing", lambda: True)
+    with pytest.raises(WorkerDied):
+        await handle.request("echo", {})
+
+
 async def test_parts_come_in_order_before_the_answer(cluster):
     handle = await cluster.start(WorkerSpec("w", "test_local:EchoWorker"))
     parts = [[], []]

@@ -211,7 +211,9 @@ def test_rl_leaves_the_indexer_alone_unless_asked(tmp_path, freeze):
     given |= {} if freeze else {"freeze_indexer": False}
     stage = AgenticRlStage.model_validate(given)
     worker = TrainerWorker(None)  # type: ignore[arg-type] # nothing is served
-    worker._do_load(**load_request(stage, tmp_path / "c", reference=tmp_path / "c"))
+    worker._do_load(
+        **load_request(stage, tmp_path / "c", reference=tmp_path / "c", run_dir=tmp_path)
+    )
     assert worker.trainer is not None
     before = weights(worker.trainer)
     samples = [msgspec.to_builtins(s, builtin_types=(bytes,)) for s in new_samples(CASES["rl"])]

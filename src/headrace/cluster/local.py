@@ -96,6 +96,11 @@ class LocalHandle:
             return await asyncio.wait_for(future, timeout_s)
         except (ConnectionError, BrokenPipeError) as error:
             raise WorkerDied(f"{self.name} (pid {self.pid}) ended") from error
+        except RuntimeError as error:
+            # What uvloop says of a connection that was lost a moment ago.
+            if not self._writer.is_closing():
+                raise
+            raise WorkerDied(f"{self.name} (pid {self.pid}) ended") from error
         finally:
             self._open.forget(request.id)
 

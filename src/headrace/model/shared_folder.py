@@ -5,6 +5,7 @@ Apart from `shared_weights`, because whoever only names or removes the folder ne
 
 import os
 import shutil
+import subprocess
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -25,13 +26,42 @@ def shared_folder(name: str) -> Path:
 
 @contextmanager
 def own_folder(name: str) -> Iterator[Path]:
-    """`shared_folder`, emptied of what a killed process left there, and removed after the block."""
+    """`shared_folder`, emptied of what was left there, and removed after the block.
+
+    When this process is killed inside the block, the folder goes too: memory that nobody can reach
+    would otherwise be lost until the machine restarts.
+    """
     folder = shared_folder(name)
     shutil.rmtree(folder, ignore_errors=True)
+    with _removed_with_this_process(folder):
+        try:
+            yield folder
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextmanager
+def _removed_with_this_process(folder: Path) -> Iterator[None]:
+    """A shell outside this process's group waits for the end of a pipe that only this process
+    holds; the kernel closes that however this process ends."""
     try:
-        yield folder
+        keeper = subprocess.Popen(
+            ["/bin/sh", "-c", 'read -r _; rm -rf -- "$1"', "headrace-shared-folder", str(folder)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+            close_fds=True,
+        )
+    except OSError:  # no shell: the next run of this name removes what a killed one left
+        yield
+        return
+    try:
+        yield
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        assert keeper.stdin is not None
+        keeper.stdin.close()
+        keeper.wait()
 
 
 def is_published(path: str | Path) -> bool:

@@ -14,6 +14,7 @@ from headrace.recipe.loading import (
     tables_in,
 )
 from headrace.recipe.objectives import (
+    DistillationObjective,
     DoubleSidedObjective,
     GrpoObjective,
     IcepopObjective,
@@ -53,6 +54,7 @@ __all__ = [
     "AgenticRlStage",
     "ContextStep",
     "CorpusTable",
+    "DistillationObjective",
     "DoubleSidedObjective",
     "DsaAdaptStage",
     "DsaWarmupStage",

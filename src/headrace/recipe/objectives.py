@@ -1,8 +1,8 @@
 """The objective tables of an agentic_rl stage: what an update minimises, chosen by `kind`."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from headrace.recipe.tables import Positive, Table
 
@@ -102,12 +102,43 @@ class UncorrectedObjective(ObjectiveTable):
     """Objective."""
 
 
+class DistillationObjective(ObjectiveTable):
+    """On-policy distillation: a teacher judges every token the student sampled (eqs. 1 and 2).
+
+    Rewards are measured and play no part, so group_size is 1.
+    """
+
+    kind: Literal["distillation"]
+    """Objective."""
+    teacher: str | None = None
+    """Who judges every task: an earlier stage, whose result it is, or a checkpoint directory."""
+    teachers: dict[str, str] = Field(default_factory=dict)
+    """Instead of teacher: one for each task, e.g. { terminal = "rl-terminal" }."""
+    beta: Annotated[float, Field(gt=1.0)] = 2.0
+    """As in icepop."""
+    eps_low: Low = 0.2
+    """The surrogate is flat below 1 - eps_low."""
+    eps_high: High = 0.28
+    """The surrogate is flat above 1 + eps_high."""
+
+    @model_validator(mode="after")
+    def _one_or_several(self) -> Self:
+        if (self.teacher is None) == (not self.teachers):
+            raise ValueError("give teacher or teachers: who judges what the student says")
+        return self
+
+    def teacher_of(self, task: str) -> str | None:
+        """Who judges a task; None when nobody does."""
+        return self.teacher or self.teachers.get(task)
+
+
 Objective = Annotated[
     DoubleSidedObjective
     | IcepopObjective
     | GrpoObjective
     | PpoRolloutObjective
     | TruncatedIsObjective
-    | UncorrectedObjective,
+    | UncorrectedObjective
+    | DistillationObjective,
     Field(discriminator="kind"),
 ]

@@ -4,7 +4,8 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from headrace.recipe.objectives import DoubleSidedObjective, Objective
+from headrace.recipe.objectives import DistillationObjective, DoubleSidedObjective, Objective
+from headrace.recipe.suggestions import suggest
 from headrace.recipe.tables import Fraction, Positive, Seconds, Table
 
 Weight = Annotated[float, Field(gt=0.0)]
@@ -213,8 +214,8 @@ class AgenticRlStage(StageTable):
     """"async": generation never waits for training; "sync": generate a batch, train, publish."""
     updates: Positive | None = None
     """Optimizer updates; the stage ends at `updates` or `seconds`, whichever comes first."""
-    group_size: Annotated[int, Field(ge=2)] = 8
-    """Rollouts per instance; they share a baseline."""
+    group_size: Positive = 8
+    """Rollouts per instance; they share a baseline. 1 for distillation, which has none."""
     groups_per_batch: Positive = 8
     """Groups with signal per optimizer update."""
     concurrency: Positive = 64
@@ -281,6 +282,38 @@ class AgenticRlStage(StageTable):
             raise ValueError(f"{key} beside objective; move it to [stages.objective]")
         rest = {key: value for key, value in data.items() if key not in moved}
         return {**rest, "objective": {"kind": "double_sided_is", **objective, **moved}}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _one_rollout_is_a_group(cls, data: Any) -> Any:
+        objective = data.get("objective") if isinstance(data, dict) else None
+        kind = objective.get("kind") if isinstance(objective, dict) else None
+        return {"group_size": 1, **data} if kind == "distillation" else data
+
+    @model_validator(mode="after")
+    def _comparable(self) -> Self:
+        distils = isinstance(self.objective, DistillationObjective)
+        if distils and self.group_size != 1:
+            raise ValueError(
+                f"group_size is {self.group_size}, but distillation compares nothing; make it 1"
+            )
+        if not distils and self.group_size < 2:
+            raise ValueError(
+                "group_size is 1, which leaves nothing to compare a reward with; use 2 or more, or "
+                'objective.kind = "distillation"'
+            )
+        if isinstance(self.objective, DistillationObjective):
+            tasks = set(self.task_ratios)
+            for task in sorted(tasks):
+                if self.objective.teacher_of(task) is None:
+                    raise ValueError(f"objective.teachers names none for task {task}; add one")
+            for task in self.objective.teachers:
+                if task not in tasks:
+                    raise ValueError(
+                        f'objective.teachers names "{task}", which is no task of the stage'
+                        f"{suggest(task, sorted(tasks))}"
+                    )
+        return self
 
     @property
     def divides_by_std(self) -> bool:

@@ -153,7 +153,9 @@ class EngineTable(Table):
     """Most tokens that prediction layers draft per request and step (speculative decoding); tokens
     stay those of plain decoding."""
     deterministic: bool = False
-    """A request's tokens do not depend, to the bit, on what runs beside it; slower."""
+    """A request's tokens do not depend, to the bit, on what runs beside it; slower. With it, a
+    stage of mode "sync" with a budget of updates trains the same trajectories whether or not it was
+    killed and resumed (docs/ledger.md says for which tasks)."""
     max_running: Positive = 64
     """Most requests decoded together."""
     max_context: Positive = 512

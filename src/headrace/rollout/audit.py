@@ -13,8 +13,8 @@ from typing import NamedTuple
 import msgspec
 
 from headrace.errors import UserError
-from headrace.rollout.reading import LedgerReader
-from headrace.rollout.records import TRAIN, Batch, BatchMember, SessionSummary
+from headrace.rollout.reading import VERSION_STATE, LedgerReader
+from headrace.rollout.records import TRAIN, Batch, BatchMember, GroupState, SessionSummary
 from headrace.rollout.staleness import is_stale
 from headrace.rollout.types import DropReason, Outcome, Segment, Session
 
@@ -48,12 +48,14 @@ class _Law(msgspec.Struct):
 def audit(
     ledger: LedgerReader,
     *,
+    stage: str | None = None,
     derive: Callable[[Session], Sequence[Segment]] | None = None,
 ) -> dict[str, Finding]:
     """Read the whole ledger and say of each law whether it held.
 
     Args:
         ledger: any open ledger; its run may be over, crashed or going on.
+        stage: look at this one only.
         derive: makes the training segments of a session; when given, L5 also checks that they own
             each of its sampled tokens exactly once.
 
@@ -62,29 +64,31 @@ def audit(
     """
     with ledger.snapshot():
         laws = {name: _Law() for name in ("L2", "L4", "L5", "L6", "L7", "L9")}
-        stages = sorted({summary.stage for summary in ledger.sessions()})
+        stages = ledger.stage_names() if stage is None else [stage]
+        versions = ledger.get_state(VERSION_STATE)
         finished = {record.name for record in ledger.stages() if record.finished_at is not None}
-        for stage in stages:
-            batches = ledger.batches(stage)
-            _check_batches(laws, stage, batches)
+        for name in stages:
+            batches = ledger.batches(name)
+            _check_batches(laws, name, batches)
+            _check_groups(laws["L2"], ledger, name, finished=name in finished)
             members = {m.session_id: (batch, m) for batch in batches for m in batch.members}
-            baselines = _group_means(ledger, stage)
+            baselines = _group_means(ledger, name)
             trained = 0
-            for summary in ledger.sessions(stage=stage):
+            for summary in ledger.sessions(stage=name):
                 session = _evidence(ledger, summary, laws["L5"])
                 if session is None:
                     continue
-                _check_tokens(laws, session, summary)
-                _check_fate(laws, summary, stage in finished)
+                _check_tokens(laws, session, summary, versions)
+                _check_fate(laws, summary, name in finished)
                 _check_reward(laws["L6"], summary, baselines)
                 if summary.id in members:
                     batch, member = members[summary.id]
                     trained += _check_member(laws["L7"], session, batch, member)
                     if derive is not None:
                         _check_segments(laws["L5"], session, member, derive)
-            _check_closure(laws["L2"], ledger, stage, trained, stage in finished)
+            _check_closure(laws["L2"], ledger, name, trained, name in finished)
     return {
-        "L2": laws["L2"].finding("sessions and stages", note=_totals(ledger)),
+        "L2": laws["L2"].finding("sessions, groups and stages", note=_totals(ledger, stage)),
         "L4": laws["L4"].finding("sampled spans"),
         "L5": laws["L5"].finding("sessions"),
         "L6": laws["L6"].finding("rewards and advantages"),
@@ -104,13 +108,33 @@ def _evidence(ledger: LedgerReader, summary: SessionSummary, law: _Law) -> Sessi
     return session
 
 
-def _check_tokens(laws: dict[str, _Law], session: Session, summary: SessionSummary) -> None:
+def _check_tokens(
+    laws: dict[str, _Law], session: Session, summary: SessionSummary, newest_version: int | None
+) -> None:
     tokens = 0
+    oldest = min(
+        (span.weight_version for call in session.policy_calls for span in call.spans), default=None
+    )
+    laws["L4"].expect(
+        oldest == summary.oldest_version,
+        f"session {session.id}: oldest version {summary.oldest_version} accounted, {oldest} in its "
+        "evidence",
+    )
     other = {call.id for call in session.calls if call.model is not None}
     for call in session.calls:
         laws["L2"].expect(
             call.parent_id is None or (call.parent_id in other) == (call.id in other),
             f"call {call.id} continues a call of another model",
+        )
+        stamps = [span.weight_version for span in call.spans]
+        laws["L4"].expect(
+            call.model is not None
+            or (
+                stamps == sorted(stamps)
+                and (newest_version is None or max(stamps, default=0) <= newest_version)
+            ),
+            f"call {call.id} has versions {stamps}, which fall or were never published (the newest "
+            f"is {newest_version})",
         )
         for span in call.spans:
             tokens += len(span.ids)
@@ -237,11 +261,40 @@ def _check_batches(laws: dict[str, _Law], stage: str, batches: Sequence[Batch]) 
         and all(a < b for a, b in pairwise(done)),
         f"batches of stage {stage} were not trained in order: steps {steps}",
     )
+    empty = [batch.index for batch in batches if not batch.members]
+    laws["L9"].expect(not empty, f"batches {empty} of stage {stage} have no members")
     times = Counter(member.session_id for batch in batches for member in batch.members)
     laws["L9"].expect(
         not times or max(times.values()) == 1,
         f"stage {stage} trains {times.most_common(1)} more than once",
     )
+
+
+def _check_groups(law: _Law, ledger: LedgerReader, stage: str, *, finished: bool) -> None:
+    """Groups have the members they were dispatched with, and only decided ones train."""
+    for gap in ledger.missing(stage):
+        law.expect(False, gap)
+    duplicates = ledger.duplicates(stage)
+    law.expect(not duplicates, f"stage {stage} holds more than once: {duplicates}")
+    states = {}
+    for group in ledger.groups(stage, purpose=None):
+        states[group.id] = group.state
+        # Between a crash and the resume that replaces them, members are missing.
+        law.expect(
+            group.members == group.size
+            or (group.members < group.size and group.state != GroupState.READY),
+            f"group {group.id} has {group.members} members and was dispatched with {group.size}",
+        )
+        law.expect(
+            not finished or group.purpose != TRAIN or group.state != GroupState.OPEN,
+            f"group {group.id} of a finished stage is not decided",
+        )
+    for summary in ledger.sessions(stage=stage, purpose=TRAIN):
+        law.expect(
+            summary.batch is None or states.get(summary.group_id) == GroupState.READY,
+            f"session {summary.id} is in batch {summary.batch}, its group is "
+            f"{states.get(summary.group_id)}",
+        )
 
 
 def _check_closure(
@@ -258,8 +311,8 @@ def _check_closure(
     )
 
 
-def _totals(ledger: LedgerReader) -> str:
-    account = ledger.conservation()
+def _totals(ledger: LedgerReader, stage: str | None) -> str:
+    account = ledger.conservation(stage)
     reasons = ", ".join(f"{tokens} {reason}" for reason, tokens in account.dropped.items())
     return (
         f"; {account.sampled} sampled = {account.trained} trained"

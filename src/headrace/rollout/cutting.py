@@ -12,6 +12,7 @@ import msgspec
 
 from headrace.rollout.groups import WeightedRollout
 from headrace.rollout.ledger import Ledger
+from headrace.rollout.naming import place
 from headrace.rollout.records import Batch, BatchMember
 from headrace.rollout.segments import segments
 from headrace.rollout.staleness import is_stale
@@ -19,10 +20,11 @@ from headrace.rollout.types import DropReason, Segment, Session
 
 
 class TrainingMember(msgspec.Struct, frozen=True):
-    """A trajectory of a batch: its group, segments, advantage and multiplicity."""
+    """A trajectory of a batch: its group, task, segments, advantage and multiplicity."""
 
     session_id: str
     group_id: str
+    task: str
     segments: tuple[Segment, ...]
     advantage: float
     multiplicity: int
@@ -113,6 +115,8 @@ class BatchQueue:
         """
         self._ready = deque(sorted(self._ready, key=lambda group: group.oldest))
         groups = [self._ready.popleft() for _ in range(count)]
+        # As dispatched, not as finished: floating-point sums of a batch depend on its order.
+        groups.sort(key=lambda group: place(group.group_id))
         members: list[TrainingMember] = []
         records: list[BatchMember] = []
         for group in groups:
@@ -125,6 +129,7 @@ class BatchQueue:
                     TrainingMember(
                         member.session_id,
                         group.group_id,
+                        group.task,
                         found,
                         member.advantage,
                         member.multiplicity,
@@ -159,6 +164,7 @@ class BatchQueue:
                 TrainingMember(
                     member.session_id,
                     session.group_id,
+                    session.task,
                     found,
                     member.advantage,
                     member.multiplicity,

@@ -6,13 +6,13 @@ that was interrupted continues: instances already attempted keep their result.
 
 import asyncio
 import time
-import uuid
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
 
 from headrace.rollout.ledger import Ledger
+from headrace.rollout.naming import rollout_seed, session_name
 from headrace.rollout.runner import RolloutRunner, Ticket
 from headrace.tasks.types import TaskInstance
 
@@ -29,6 +29,7 @@ async def evaluate(
     temperature: float,
     concurrency: int,
     progress: Callable[[float], None],
+    seed: int = 0,
 ) -> dict[str, Any]:
     """Attempt every instance once and count.
 
@@ -38,6 +39,7 @@ async def evaluate(
         temperature: sampling temperature; 0 is greedy.
         concurrency: rollouts in flight.
         progress: called with the share done.
+        seed: of the recipe; with label and instance it decides what is sampled.
 
     Returns:
         {"task", "n", "success" (share), "ok", "temperature", "families" {name: [ok, n]},
@@ -51,7 +53,7 @@ async def evaluate(
     async def attempt(instance: TaskInstance) -> float | None:
         nonlocal done
         async with slots:
-            reward = await _attempt(label, instance, runner, ledger, temperature)
+            reward = await _attempt(label, instance, runner, ledger, temperature, seed)
         done += 1
         progress(done / len(instances))
         return reward
@@ -94,6 +96,7 @@ async def _attempt(
     runner: RolloutRunner,
     ledger: Ledger,
     temperature: float,
+    seed: int,
 ) -> float | None:
     """The reward of one instance; None after an environment failure."""
     group_id = f"eval-{label.replace(' ', '-')}-{instance.task}-{instance.seed}"
@@ -101,12 +104,13 @@ async def _attempt(
     if before:
         return before[0].reward if before[0].outcome.scored else None
     ticket = Ticket(
-        session_id=f"{group_id}-{uuid.uuid4().hex[:8]}",
+        session_id=session_name(group_id, 0, ledger.attempts(group_id)),
         group_id=group_id,
         stage=STAGE,
         purpose=f"eval:{label}",
         instance=instance,
         temperature=temperature,
+        seed=rollout_seed(seed, group_id, 0),
     )
     ledger.dispatch(
         STAGE,

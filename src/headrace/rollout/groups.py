@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 import msgspec
 
+from headrace.rollout.naming import first_name
 from headrace.rollout.types import DropReason, Outcome
 
 
@@ -90,11 +91,7 @@ def advantages(
     _check(group, size)
     valid = [rollout for rollout in group if rollout.outcome.scored]
     invalid = {
-        rollout.session_id: DropReason.ENV_FAILED
-        if rollout.outcome is Outcome.ENV_FAILED
-        else DropReason.CANCELLED
-        for rollout in group
-        if not rollout.outcome.scored
+        rollout.session_id: _unscored(rollout) for rollout in group if not rollout.outcome.scored
     }
 
     def drop(reason: DropReason, baseline: float | None) -> GroupDecision:
@@ -127,6 +124,29 @@ def advantages(
     return GroupDecision(members, tuple(invalid.items()), None, baseline)
 
 
+def judged(group: Sequence[ScoredRollout]) -> GroupDecision:
+    """Decide a finished group whose tokens a teacher will judge: every valid rollout trains.
+
+    Rewards play no part, so there is no baseline, no advantage (0) and nothing to pad.
+
+    Raises:
+        ValueError: empty group, or repeated session id.
+
+    Source: GLM-5 (arXiv 2602.15763), section 3.5.
+    """
+    _check(group, len(group))
+    members = tuple(WeightedRollout(r.session_id, 0.0, 1) for r in group if r.outcome.scored)
+    dropped = tuple((r.session_id, _unscored(r)) for r in group if not r.outcome.scored)
+    return GroupDecision(members, dropped, None if members else DropReason.GROUP_INVALID, None)
+
+
+def _unscored(rollout: ScoredRollout) -> DropReason:
+    """Why a rollout without a score does not train."""
+    if rollout.outcome is Outcome.ENV_FAILED:
+        return DropReason.ENV_FAILED
+    return DropReason.CANCELLED
+
+
 def _check(group: Sequence[ScoredRollout], size: int) -> None:
     if not group:
         raise ValueError("a group decision needs at least one rollout")
@@ -146,4 +166,6 @@ def _reward(rollout: ScoredRollout) -> float:
 
 def _lot(session_id: str) -> tuple[bytes, str]:
     """A fixed pseudo-random rank, so that padding favours no position in the group."""
-    return hashlib.blake2b(session_id.encode(), digest_size=8).digest(), session_id
+    # Of all its attempts: a crash must not change which one is padded with.
+    name = first_name(session_id)
+    return hashlib.blake2b(name.encode(), digest_size=8).digest(), session_id

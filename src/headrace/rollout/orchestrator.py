@@ -7,16 +7,17 @@ All decisions go to the ledger first. How a batch is made of groups is `cutting`
 
 import asyncio
 import contextlib
-import uuid
 from collections import deque
+from collections.abc import Sequence
 
 import msgspec
 
 from headrace.errors import UserError
 from headrace.rollout.cutting import BatchQueue, TrainingBatch
-from headrace.rollout.groups import GroupDecision, ScoredRollout, advantages
+from headrace.rollout.groups import GroupDecision, ScoredRollout, advantages, judged
 from headrace.rollout.ledger import Ledger
 from headrace.rollout.mixing import TaskMix
+from headrace.rollout.naming import missing_names, place, rollout_seed, session_name
 from headrace.rollout.records import TRAIN, Recovery, WaitingGroup
 from headrace.rollout.runner import FinishedRollout, RolloutRunner, Ticket
 from headrace.rollout.types import DropReason, Outcome, Session
@@ -39,7 +40,11 @@ class SourceConfig(msgspec.Struct, frozen=True):
     max_tokens: int
     leave_one_out: bool = False
     advantage_std: bool = False
+    judged: bool = False
+    """A teacher judges every token: rewards play no part, and every valid rollout trains."""
     synchronous: bool = False
+    seed: int = 0
+    """The recipe's; with a rollout's place it decides what the rollout samples."""
     ready_batches: int = 2
     """Where more finished groups than this many batches wait for the trainer, fewer rollouts are
     started; where twice as many do, none."""
@@ -82,7 +87,7 @@ class RolloutSource:
         self._error: BaseException | None = None
         self._producer: asyncio.Task[None] | None = None
         self._credit = 0  # groups a synchronous stage may still dispatch for the coming batch
-        self._redispatch: deque[tuple[str, TaskInstance, int]] = deque()
+        self._redispatch: deque[tuple[str, TaskInstance, list[tuple[int, str]]]] = deque()
 
     # -- life -------------------------------------------------------------------------------
 
@@ -104,7 +109,8 @@ class RolloutSource:
             size = len(kept) + group.missing
             self._open[group.group_id] = (size, kept)
             instance = msgspec.convert(group.instance, TaskInstance)
-            self._redispatch.append((group.group_id, instance, group.missing))
+            names = missing_names(group.group_id, size, group.finished, group.lost)
+            self._redispatch.append((group.group_id, instance, names))
 
     def start(self) -> None:
         """Begin to dispatch."""
@@ -166,31 +172,36 @@ class RolloutSource:
     async def _produce(self) -> None:
         while True:
             while self._redispatch:
-                group_id, instance, missing = self._redispatch.popleft()
-                self._dispatch(group_id, instance, missing)
+                self._dispatch(*self._redispatch.popleft())
             while self._room():
                 group_id = f"{self.config.stage}-{self.mix.groups:06d}"
                 instance = await self.mix.next()
                 self._credit -= 1
                 self.window.of(instance.task).dispatched += 1
                 self._open[group_id] = (self.config.group_size, {})
-                self._dispatch(group_id, instance, self.config.group_size)
+                members = range(self.config.group_size)
+                names = [(member, session_name(group_id, member)) for member in members]
+                self._dispatch(group_id, instance, names)
                 # Give the rollouts of one group a head start over building the next.
                 await asyncio.sleep(0)
             self._room_changed.clear()
             await self._room_changed.wait()
 
-    def _dispatch(self, group_id: str, instance: TaskInstance, count: int) -> None:
+    def _dispatch(
+        self, group_id: str, instance: TaskInstance, names: list[tuple[int, str]]
+    ) -> None:
+        """Start rollouts of a group, named by (number in the group, session id)."""
         tickets = [
             Ticket(
-                session_id=f"{group_id}-{uuid.uuid4().hex[:8]}",
+                session_id=session_id,
                 group_id=group_id,
                 stage=self.config.stage,
                 purpose=TRAIN,
                 instance=instance,
                 temperature=self.config.temperature,
+                seed=rollout_seed(self.config.seed, group_id, member),
             )
-            for _ in range(count)
+            for member, session_id in names
         ]
         self._ledger.dispatch(
             self.config.stage,
@@ -258,23 +269,25 @@ class RolloutSource:
     def _decision(self, sessions: dict[str, Session]) -> GroupDecision:
         scored = [
             ScoredRollout(s.id, s.outcome or Outcome.CANCELLED, s.rewards.get("reward"))
-            for s in sessions.values()
+            # As dispatched, not as finished; see `BatchQueue.cut`.
+            for s in sorted(sessions.values(), key=lambda session: place(session.id))
         ]
+        return self._weighted(scored, max(self.config.group_size, len(scored)))
+
+    def _weighted(self, scored: Sequence[ScoredRollout], size: int) -> GroupDecision:
+        if self.config.judged:
+            return judged(scored)
         return advantages(
             scored,
-            group_size=max(self.config.group_size, len(scored)),
+            group_size=size,
             leave_one_out=self.config.leave_one_out,
             normalise_std=self.config.advantage_std,
         )
 
     def _requeue(self, waiting: WaitingGroup) -> None:
         """A decided group from before a crash: decide again (it is pure), keep what is pending."""
-        decision = advantages(
-            waiting.rollouts,
-            group_size=waiting.size,
-            leave_one_out=self.config.leave_one_out,
-            normalise_std=self.config.advantage_std,
-        )
+        ordered = sorted(waiting.rollouts, key=lambda rollout: place(rollout.session_id))
+        decision = self._weighted(ordered, waiting.size)
         members = [m for m in decision.members if m.session_id in waiting.pending]
         sessions = {m.session_id: self._ledger.trainable(m.session_id) for m in members}
         if members:
@@ -292,7 +305,7 @@ class RolloutSource:
             return self._ready.replayed()
         deadline = asyncio.get_running_loop().time() + timeout_s
         if self.config.synchronous:
-            self._credit = self.config.groups_per_batch
+            self._credit = self._round_left()
             self._wake()
         while True:
             stale = self._ready.drop_stale(version)
@@ -317,6 +330,13 @@ class RolloutSource:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._ready_changed.wait(), remaining)
 
+    def _round_left(self) -> int:
+        """Groups that the next synchronous batch still lacks: all of them, or, after a crash, those
+        that had not been dispatched."""
+        size = self.config.groups_per_batch
+        begun = self._open or self._ready
+        return -self.mix.groups % size or (0 if begun else size)
+
     def _wake(self) -> None:
         """Something finished or was taken: producer and consumer look again."""
         self._room_changed.set()
@@ -325,7 +345,7 @@ class RolloutSource:
     def _enough(self) -> bool:
         if not self.config.synchronous:
             return len(self._ready) >= self.config.groups_per_batch
-        if self._credit > 0 or self._rollouts:
+        if self._credit > 0 or self._rollouts or self._open:
             return False
         if self._ready:
             return True

@@ -69,6 +69,7 @@ class IncompleteGroup(msgspec.Struct, frozen=True):
         group_id, stage, purpose, task, instance: what to dispatch again.
         missing: how many rollouts to dispatch, >= 1.
         finished: sessions that are kept.
+        lost: sessions that crashes took from it, in order of dispatch.
     """
 
     group_id: str
@@ -78,6 +79,27 @@ class IncompleteGroup(msgspec.Struct, frozen=True):
     instance: dict[str, Any]
     missing: int
     finished: tuple[str, ...]
+    lost: tuple[str, ...] = ()
+
+
+class GroupRecord(msgspec.Struct, frozen=True):
+    """A group as the ledger has it.
+
+    Attributes:
+        id, stage, purpose: of the group.
+        size: rollouts it is meant to have.
+        state: what was decided.
+        drop_reason: why it was dropped as a whole; None otherwise.
+        members: rollouts it has, without those that a crash took.
+    """
+
+    id: str
+    stage: str
+    purpose: str
+    size: int
+    state: str
+    drop_reason: str | None
+    members: int
 
 
 class WaitingGroup(msgspec.Struct, frozen=True):

@@ -115,6 +115,7 @@ def _open_groups(
                     decode_json(instance),
                     size - len(rollouts),
                     finished,
+                    _lost(store, group_id),
                 )
             )
         elif purpose == TRAIN:
@@ -125,6 +126,14 @@ def _open_groups(
             elif pending:
                 ready.append(group)
     return incomplete, undecided, ready
+
+
+def _lost(store: Store, group_id: str) -> tuple[str, ...]:
+    """Sessions that crashes took from a group."""
+    rows = store.execute(
+        "SELECT id FROM sessions WHERE group_id = ? AND replaced = 1 ORDER BY key", (group_id,)
+    )
+    return tuple(name for (name,) in rows)
 
 
 def _pending(store: Store, group_id: str) -> tuple[str, ...]:

@@ -17,7 +17,7 @@ from headrace.cluster.types import WorkerFailure
 from headrace.engine.types import PolicyEngine
 from headrace.errors import UserError
 from headrace.model.shared_folder import own_folder
-from headrace.recipe import AgenticRlStage
+from headrace.recipe import AgenticRlStage, DistillationObjective
 from headrace.rollout.mixing import HeldOut, TaskMix, TaskShare
 from headrace.rollout.orchestrator import RolloutSource, SourceConfig, cursor_key
 from headrace.rollout.window import Window
@@ -65,7 +65,9 @@ async def run_agentic_rl(
             max_tokens=stage.max_sequence or context.recipe.engine.max_context,
             leave_one_out=stage.baseline == "leave_one_out",
             advantage_std=stage.divides_by_std,
+            judged=isinstance(stage.objective, DistillationObjective),
             synchronous=stage.mode == "sync",
+            seed=context.recipe.seed,
         ),
         runner=system.runner,
         ledger=ledger,
@@ -79,7 +81,7 @@ async def run_agentic_rl(
     ):
         await worker.request(
             "load",
-            load_request(stage, begin, reference=source),
+            load_request(stage, begin, reference=source, run_dir=context.run_dir),
             timeout_s=SAVE_TIMEOUT_S,
         )
         progress = rl.Progress(
@@ -148,7 +150,9 @@ def _held_out(context: StageContext) -> HeldOut:
     )
 
 
-def load_request(stage: AgenticRlStage, begin: Path, *, reference: Path) -> dict[str, Any]:
+def load_request(
+    stage: AgenticRlStage, begin: Path, *, reference: Path, run_dir: Path
+) -> dict[str, Any]:
     """What a `TrainerWorker` is asked to load.
 
     Args:
@@ -156,6 +160,7 @@ def load_request(stage: AgenticRlStage, begin: Path, *, reference: Path) -> dict
         begin: weights to go on from.
         reference: weights the stage began with, which is another checkpoint after a crash; a KL
             keeps close to these.
+        run_dir: holds the results of earlier stages, which may be teachers.
     """
     # Without a loss of its own nothing would reach the indexer, as selection has no gradient.
     trained: dict[str, Any] = {"trainable": "all", "losses": {"index": "sparse"}}
@@ -164,10 +169,20 @@ def load_request(stage: AgenticRlStage, begin: Path, *, reference: Path) -> dict
     return {
         "path": str(begin),
         "optimizer": optimizer_config(stage),
-        "rl": {**stage.objective.model_dump(), "temperature": stage.temperature},
+        "rl": {
+            **stage.objective.model_dump(exclude={"teacher", "teachers"}),
+            "temperature": stage.temperature,
+        },
+        "teachers": [str(_teacher(name, run_dir)) for name in rl.teacher_names(stage)],
         "reference": str(reference) if stage.objective.kl_weight > 0 else None,
         **trained,
     }
+
+
+def _teacher(name: str, run_dir: Path) -> Path:
+    """Where a teacher is: the result of an earlier stage, or a checkpoint of its own."""
+    result = run_dir / "checkpoints" / name
+    return result if result.is_dir() else Path(name)
 
 
 class _Transport:

@@ -15,6 +15,8 @@ from headrace.errors import UserError
 from headrace.model.config import IndexerConfig, ModelConfig, latent_family
 from headrace.model.presets import preset
 from headrace.recipe import (
+    AgenticRlStage,
+    DistillationObjective,
     DsaAdaptStage,
     DsaWarmupStage,
     LanguageStage,
@@ -23,6 +25,7 @@ from headrace.recipe import (
     ModelTable,
     Recipe,
     SftStage,
+    suggest,
 )
 from headrace.stages.language import corpus_spec, replayed_row, source_spec
 from headrace.stages.new_model import shape_of
@@ -52,6 +55,7 @@ def check_recipe(recipe: Recipe) -> None:
     _check_sources(recipe)
     if recipe.measure is not None:
         _check_measure(recipe, recipe.measure, positions)
+    _check_teachers(recipe)
     for stage in recipe.stages:
         if isinstance(stage, SftStage) and stage.conversations is not None:
             _check_conversations(recipe, stage, stage.conversations)
@@ -217,6 +221,21 @@ def _check_measure(recipe: Recipe, table: MeasureTable, positions: int | None) -
         for keys in table.retrieval_keys:
             with _named(f"measure.retrieval_lengths {length}, retrieval_keys {keys}"):
                 _check_room(length, keys)
+
+
+def _check_teachers(recipe: Recipe) -> None:
+    """A teacher is an earlier stage or a checkpoint of a model with the same vocabulary."""
+    earlier: list[str] = []
+    for stage in recipe.stages:
+        objective = stage.objective if isinstance(stage, AgenticRlStage) else None
+        if isinstance(objective, DistillationObjective):
+            for teacher in filter(None, (objective.teacher, *objective.teachers.values())):
+                if teacher not in earlier and not (Path(teacher) / "config.json").is_file():
+                    raise UserError(
+                        f'stages.{stage.name}.objective: teacher "{teacher}" is neither an earlier '
+                        f"stage nor a checkpoint directory{suggest(teacher, earlier)}"
+                    )
+        earlier.append(stage.name)
 
 
 def _check_conversations(recipe: Recipe, stage: SftStage, path: str) -> None:

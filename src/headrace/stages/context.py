@@ -11,12 +11,12 @@ from headrace.engines import Placement
 from headrace.errors import UserError
 from headrace.recipe import AgenticRlStage, EvaluationTable, Recipe, StageTable, SupervisedStage
 from headrace.rollout.ledger import Ledger
+from headrace.rollout.reading import VERSION_STATE
 from headrace.stages.trainers import TrainerGroup
 from headrace.system import System
 from headrace.tasks.types import TaskInstance, TaskService
 
 SAVE_TIMEOUT_S = 600.0
-_VERSION = "version"
 
 
 class StageContext(msgspec.Struct, frozen=True):
@@ -57,8 +57,8 @@ def training_folder(run_dir: Path, stage: StageTable) -> Path:
 
 def next_version(ledger: Ledger) -> int:
     """A weight version never used in this run, not even by a process that crashed."""
-    version = int(ledger.get_state(_VERSION, 0)) + 1
-    ledger.put_state(_VERSION, version)
+    version = int(ledger.get_state(VERSION_STATE, 0)) + 1
+    ledger.put_state(VERSION_STATE, version)
     return version
 
 

@@ -56,6 +56,7 @@ def rollout_sample(
     *,
     trajectory: int = -1,
     group: int = -1,
+    teacher: int = 0,
 ) -> Sample:
     """A rollout's segment; `multiplicity` is how often group padding repeats it."""
     return Sample(
@@ -66,6 +67,7 @@ def rollout_sample(
         advantage,
         trajectory,
         group,
+        teacher,
     )
 
 

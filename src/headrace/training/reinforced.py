@@ -166,6 +166,9 @@ class ReinforcedBatch:
             penalty = kl_penalty(logprobs, reference, weights, estimator)
             loss = loss + self.rl.kl_weight * penalty
             columns["kl_reference"] = kl_terms(logprobs.detach(), reference, estimator)
+        if self.policies.teacher is not None:
+            teacher = self._scores(self.policies.teacher, indices, logprobs)
+            columns["kl_teacher"] = logprobs.detach() - teacher
         if record is not None:
             live = rows.weights > 0
             if self.rl.kind in _OLD_POLICY:

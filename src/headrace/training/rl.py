@@ -5,13 +5,13 @@ next batch does not need. The loop knows batches, versions and budgets, not wher
 """
 
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import msgspec
 
 from headrace.cluster.types import Requests
-from headrace.recipe import AgenticRlStage
+from headrace.recipe import AgenticRlStage, DistillationObjective
 from headrace.rollout.types import Segment
 from headrace.training.batch import Sample, rollout_sample
 
@@ -24,6 +24,8 @@ class Member(Protocol):
 
     @property
     def group_id(self) -> str: ...
+    @property
+    def task(self) -> str: ...
     @property
     def segments(self) -> tuple[Segment, ...]: ...
     @property
@@ -135,7 +137,7 @@ async def train(
         metrics = await trainer.request(
             "rl",
             {
-                "samples": samples(batch),
+                "samples": samples(batch, teacher_numbers(stage)),
                 "version": progress.version,
                 "learning_rate": learning_rate(stage, progress),
             },
@@ -163,8 +165,32 @@ async def train(
     return progress
 
 
-def samples(batch: Batch) -> list[dict[str, Any]]:
-    """A batch on the wire: which segments are one trajectory, and which trajectories one group."""
+def teacher_names(stage: AgenticRlStage) -> list[str]:
+    """Every teacher of a stage once, in the order in which the trainer numbers them."""
+    objective = stage.objective
+    if not isinstance(objective, DistillationObjective):
+        return []
+    found = (objective.teacher_of(task) for task in stage.task_ratios)
+    return list(dict.fromkeys(filter(None, found)))
+
+
+def teacher_numbers(stage: AgenticRlStage) -> dict[str, int]:
+    """Which of the trainer's teachers judges each task; empty where none does."""
+    objective = stage.objective
+    if not isinstance(objective, DistillationObjective):
+        return {}
+    names = teacher_names(stage)
+    return {task: names.index(objective.teacher_of(task) or "") for task in stage.task_ratios}
+
+
+def samples(batch: Batch, teachers: Mapping[str, int] | None = None) -> list[dict[str, Any]]:
+    """A batch on the wire: which segments are one trajectory, and which trajectories one group.
+
+    Args:
+        batch: as the source cut it.
+        teachers: the number of each task's teacher, for distillation.
+    """
+    teachers = teachers or {}
     groups: dict[str, int] = {}
     found: list[Sample] = [
         rollout_sample(
@@ -173,6 +199,7 @@ def samples(batch: Batch) -> list[dict[str, Any]]:
             member.multiplicity,
             trajectory=number,
             group=groups.setdefault(member.group_id, len(groups)),
+            teacher=teachers.get(member.task, 0),
         )
         for number, member in enumerate(batch.members)
         for segment in member.segments

@@ -27,7 +27,7 @@ class RlRecord:
     Columns: `ratio` of trainer to rollout probability, `gap` (rollout minus trainer logprob),
     `entropy`, `reason`, `version`, `fresh` (1 where the weights were exactly the newest version);
     and where the objective has them `policy_ratio` (against the policy that the update began with)
-    and `kl_reference`.
+    and `kl_reference` and `kl_teacher` (how much likelier the student finds its token).
     """
 
     def __init__(self, version: int) -> None:
@@ -66,8 +66,9 @@ class RlRecord:
                 metrics |= _of_lag(_lag_name(first, last), of_lag, ratio, gap, reason)
         if "policy_ratio" in found:
             metrics |= _spread("policy_ratio", found["policy_ratio"])
-        if "kl_reference" in found:
-            metrics["kl_reference"] = float(found["kl_reference"].mean())
+        for name in ("kl_reference", "kl_teacher"):
+            if name in found:
+                metrics[name] = float(found[name].mean())
         mismatch = gap[(found["version"] == self._version) & (found["fresh"] > 0)].abs()
         if mismatch.numel():
             metrics["mismatch_mean_abs"] = float(mismatch.mean())

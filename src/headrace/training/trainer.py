@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
+from headrace.errors import UserError
 from headrace.model.checkpoint import save_checkpoint
 from headrace.model.decoder import Decoder
 from headrace.model.moe import Router
@@ -215,7 +216,18 @@ class Trainer:
     def keep_policies(
         self, *, reference: Decoder | None = None, teachers: Sequence[Decoder] = ()
     ) -> None:
-        """Hold models that RL objectives ask and that never change; every rank holds them whole."""
+        """Hold models that RL objectives ask and that never change; every rank holds them whole.
+
+        Raises:
+            UserError: one of them has another vocabulary than the model that trains.
+        """
+        size = self.model.config.vocab_size
+        for other in (reference, *teachers):
+            if other is not None and other.config.vocab_size != size:
+                raise UserError(
+                    f"a teacher's vocabulary has {other.config.vocab_size} entries, the student's "
+                    f"{size}; only models of one tokenizer can judge each other's tokens"
+                )
         self._others = OtherPolicies(
             reference, teachers, bfloat16=self.config.bfloat16, device=self.ranks.device
         )

@@ -1,0 +1,153 @@
+"""A synchronous stage that is killed and resumed cuts the batches that it would have cut."""
+
+import asyncio
+import itertools
+
+import pytest
+
+from headrace.rollout.ledger import Ledger
+from headrace.rollout.mixing import TaskMix, TaskShare
+from headrace.rollout.naming import first_name
+from headrace.rollout.orchestrator import RolloutSource, SourceConfig, cursor_key
+from headrace.rollout.runner import RolloutRunner
+from headrace.rollout.trained import trained_digest, trained_trajectories
+from headrace.rollout.types import Call, FinishReason, Outcome, ParseState, Span
+from headrace.tasks.types import Endpoint, RolloutResult, TaskInstance
+
+BATCHES = 4
+TIMEOUT = 10.0
+
+
+class SeededGate:
+    """Its sessions sample what their seed says, as engines do."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self.ledger = ledger
+        self.seeds: dict[str, int] = {}
+
+    def open_session(self, session_id, *, limits=None, seed=None) -> str:
+        self.seeds[session_id] = seed
+        return f"{seed}"
+
+    def exceeded(self, session_id) -> str | None:
+        return None
+
+    async def close_session(self, session_id) -> tuple[Call, ...]:
+        seed = self.seeds[session_id]
+        call = Call(
+            id=f"{session_id}/0",
+            session_id=session_id,
+            index=0,
+            parent_id=None,
+            fork_reason=None,
+            idempotency_key=None,
+            messages=[],
+            tools=[],
+            renderer_id="toy",
+            prompt_delta=(1, 2),
+            spans=(Span((seed % 1009, seed % 997), (-0.5, -0.25), 1, "e"),),
+            finish_reason=FinishReason.STOP,
+            parse_state=ParseState.OK,
+            response={},
+            started_at=0.0,
+            finished_at=0.0,
+        )
+        self.ledger.record_call(call)
+        return (call,)
+
+
+class SeededTask:
+    """Its rewards are what seeds say, whenever rollouts end; stops the world at `stop`."""
+
+    name = "toy"
+
+    def __init__(self, stop: int | None) -> None:
+        self.stop = stop
+        self.finished = itertools.count()
+        self.crashed = asyncio.Event()
+
+    async def rollout(self, instance: TaskInstance, endpoint: Endpoint) -> RolloutResult:
+        seed = int(endpoint.api_key)
+        for _ in range(seed % 7):  # they end in another order than they began
+            await asyncio.sleep(0)
+        if self.stop is not None and next(self.finished) >= self.stop:
+            self.crashed.set()
+            await asyncio.Event().wait()
+        # Half of the groups without signal: some rounds have none at all.
+        reward = float(seed % 3 == 0) if instance.seed % 2 else 0.0
+        return RolloutResult(Outcome.OK, {"reward": reward})
+
+
+async def live(ledger: Ledger, stop: int | None) -> None:
+    """Generate and "train" until all batches are done, or until so many rollouts have ended."""
+    recovery = ledger.recover("rl")
+    task, gate = SeededTask(stop), SeededGate(ledger)
+    share = TaskShare("toy", 1.0, lambda i: TaskInstance("toy", i // 3, "f", 1, 1))
+    source = RolloutSource(
+        SourceConfig("rl", 4, 2, 8, 1, 1.0, 100, synchronous=True, seed=5),
+        runner=RolloutRunner(tasks={"toy": task}, gate=gate, ledger=ledger, base_url="", model="m"),
+        ledger=ledger,
+        mix=TaskMix([share], state=ledger.get_state(cursor_key("rl"))),
+    )
+    source.resume(recovery)
+    step = recovery.step
+
+    async def train() -> None:
+        nonlocal step
+        source.start()  # and cut at once, before anything could be dispatched, as the loop does
+        while step < BATCHES:
+            batch = await source.cut(1, TIMEOUT)
+            assert batch is not None
+            assert batch.index == step
+            step += 1
+            ledger.commit_batch("rl", batch.index, step)
+            if step % 2 == 0:
+                ledger.checkpointed("rl", step, f"step-{step}")
+
+    training = asyncio.create_task(train())
+    crashed = asyncio.create_task(task.crashed.wait())
+    done, _ = await asyncio.wait(
+        {training, crashed}, timeout=TIMEOUT, return_when=asyncio.FIRST_COMPLETED
+    )
+    assert done
+    for one in (training, crashed):
+        one.cancel()
+    await asyncio.gather(training, crashed, return_exceptions=True)
+    await source.stop()  # tells the ledger nothing, like a crash
+    if not crashed.cancelled():
+        return
+    training.result()
+
+
+def members(ledger: Ledger) -> list[list[str]]:
+    return [[first_name(m.session_id) for m in b.members] for b in ledger.batches("rl")]
+
+
+@pytest.mark.parametrize("stops", [(1,), (4,), (8,), (17, 3), (9, 9, 2, 1, 0, 5), (30, 1, 30)])
+async def test_a_killed_stage_trains_the_same(tmp_path, stops):
+    with Ledger.create(tmp_path / "whole.sqlite") as whole:
+        whole.stage_started("rl")
+        await live(whole, None)
+        wanted = trained_trajectories(whole, "rl")
+        assert {name.split("/")[0] for name in wanted} == {"1", "2", "3", "4"}
+        with Ledger.create(tmp_path / "broken.sqlite") as broken:
+            broken.stage_started("rl")
+            for stop in (*stops, None):
+                await live(broken, stop)
+            assert trained_trajectories(broken, "rl") == wanted
+            assert trained_digest(broken, "rl") == trained_digest(whole, "rl")
+            assert members(broken) == members(whole)
+            lost = [s for s in broken.sessions(stage="rl") if s.reason == "crash"]
+            assert lost
+            assert all("~" in name for name in _again(broken))
+
+
+def _again(ledger: Ledger) -> list[str]:
+    """Sessions that took the place of lost ones."""
+    seen: set[str] = set()
+    found = []
+    for session in ledger.sessions(stage="rl"):
+        if first_name(session.id) in seen:
+            found.append(session.id)
+        seen.add(first_name(session.id))
+    return found
