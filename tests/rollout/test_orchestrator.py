@@ -218,7 +218,7 @@ async def test_the_oldest_weights_are_cut_first(ledger):
     assert source.ready_groups >= 3
     batch = await source.cut(5, TIMEOUT)
     assert batch is not None
-    assert [m.group_id for m in batch.members[::4]] == ["rl-000002", "rl-000000"]
+    assert {m.group_id for m in batch.members} == {"rl-000000", "rl-000002"}
     await source.stop()
 
 
