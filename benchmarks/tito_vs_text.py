@@ -163,12 +163,12 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--learning-rate", type=float, default=3e-3)
     parser.add_argument("--processes", type=int, default=2, help="runs at a time")
     sizes = (
-        ("conversations", 6, 48),
+        ("conversations", 6, 40),
         ("new", 32, 48),
         ("demonstrations", 400, 2000),
         ("steps", 30, 250),
         ("seeds", 2, 5),
-        ("updates", 10, 200),
+        ("updates", 10, 150),
     )
     found = fill_sizes(parser.parse_args(arguments), sizes)
     if found.seeds not in T_95:
