@@ -163,10 +163,10 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--learning-rate", type=float, default=3e-3)
     parser.add_argument("--processes", type=int, default=2, help="runs at a time")
     sizes = (
-        ("conversations", 6, 40),
+        ("conversations", 4, 40),
         ("new", 32, 48),
-        ("demonstrations", 400, 2000),
-        ("steps", 30, 250),
+        ("demonstrations", 320, 2000),
+        ("steps", 20, 250),
         ("seeds", 2, 5),
         ("updates", 10, 150),
     )
