@@ -190,7 +190,39 @@ async def test_the_ready_queue_is_bounded_while_nobody_trains(ledger):
     for _ in range(50):
         await asyncio.sleep(0)
     assert source.cursor == dispatched
-    assert source.ready_groups <= 4 + 2  # two more groups may have been in flight
+    assert source.ready_groups <= 2 * 4
+    await source.stop()
+
+
+async def test_rollouts_give_way_little_by_little_while_groups_pile_up(ledger):
+    """All or nothing would let a trainer run dry, then flood it with rollouts of one age."""
+    task = ScriptedTask()
+    _, source = build(ledger, task, concurrency=16)
+    source.start()
+    seen = set()
+    while source.ready_groups < 7:
+        seen.add((source.ready_groups, source.in_flight))
+        await asyncio.sleep(0)
+    assert max(flying for ready, flying in seen if ready <= 2) > 8
+    assert max(flying for ready, flying in seen if ready >= 6) <= 8
+    await source.stop()
+
+
+async def test_the_oldest_weights_are_cut_first(ledger):
+    """A group that came late because it is slow would be stale before younger ones are used up."""
+    gate: ScriptedGate
+
+    async def script(number, instance):
+        gate.version = 4 if number // 4 == 2 else 5  # one group at a time, four rollouts each
+        return RolloutResult(Outcome.OK, {"reward": float(number % 2)})
+
+    gate, source = build(ledger, ScriptedTask(script), concurrency=4)
+    source.start()
+    await settle(source)
+    assert source.ready_groups >= 3
+    batch = await source.cut(5, TIMEOUT)
+    assert batch is not None
+    assert {m.group_id for m in batch.members} == {"rl-000000", "rl-000002"}
     await source.stop()
 
 

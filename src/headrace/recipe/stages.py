@@ -231,7 +231,8 @@ class AgenticRlStage(StageTable):
     concurrency: Positive = 64
     """Rollouts in flight."""
     ready_batches: Positive = 2
-    """Batches of finished groups that wait for the trainer at most; more are not begun."""
+    """Where more finished groups than this many batches wait for the trainer, fewer rollouts are
+    begun; where twice as many do, none."""
     publish_every: Positive = 1
     """K: updates between weight publications; 1 unless mode is "async"."""
     partial_rollouts: Literal["continue", "restart", "wait"] = "continue"

@@ -1,9 +1,10 @@
-"""Decided groups on their way into batches: they wait, grow old, are cut, oldest first.
+"""Decided groups on their way into batches: they wait, grow old, are cut, oldest weights first.
 
 Staleness is looked at here, when a batch is cut, and nowhere else (law L7). Every decision goes to
 the ledger first. Who produces groups and who waits for batches is not known here.
 """
 
+import math
 from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -50,6 +51,8 @@ class _ReadyGroup(msgspec.Struct):
     task: str
     members: list[WeightedRollout]
     sessions: Mapping[str, Session]
+    oldest: float
+    """Version of the oldest weights that sampled any of it; infinite if nothing was sampled."""
 
 
 class BatchQueue:
@@ -83,7 +86,12 @@ class BatchQueue:
     ) -> None:
         """A decided group with at least one member; all its sessions attempt one instance."""
         task = sessions[members[0].session_id].task
-        self._ready.append(_ReadyGroup(group_id, task, list(members), sessions))
+        oldest = min((v for m in members for v in _versions(sessions[m.session_id])), default=None)
+        self._ready.append(
+            _ReadyGroup(
+                group_id, task, list(members), sessions, math.inf if oldest is None else oldest
+            )
+        )
 
     def clear(self) -> None:
         """Forget what waits."""
@@ -108,7 +116,12 @@ class BatchQueue:
         return StaleDrop(len(stale), empty)
 
     def cut(self, version: int, count: int) -> TrainingBatch:
-        """A batch of the `count` oldest groups, which have to be there, at `version`."""
+        """A batch of the `count` oldest groups, which have to be there, at `version`.
+
+        Oldest by the weights that sampled them, then in the order they came: a group with a slow
+        rollout comes late and old, and behind younger ones it would wait until it is stale.
+        """
+        self._ready = deque(sorted(self._ready, key=lambda group: group.oldest))
         groups = [self._ready.popleft() for _ in range(count)]
         # As dispatched, not as finished: floating-point sums of a batch depend on its order.
         groups.sort(key=lambda group: place(group.group_id))

@@ -55,7 +55,8 @@ class SourceConfig(msgspec.Struct, frozen=True):
     seed: int = 0
     """The recipe's; with a rollout's place it decides what the rollout samples."""
     ready_batches: int = 2
-    """Finished groups waiting for the trainer are bounded by this many batches."""
+    """Where more finished groups than this many batches wait for the trainer, fewer rollouts are
+    started; where twice as many do, none."""
     whole_versions: bool = False
     """New weights wait for the rollouts in flight, so that each has one version."""
     dynamic: OvergenerationConfig = OvergenerationConfig()
@@ -196,10 +197,14 @@ class RolloutSource:
             return Hold.PUBLICATION
         if self._in_step and self._credit <= 0:
             return Hold.BATCH
-        if self._rollouts and len(self._rollouts) + config.group_size > config.concurrency:
-            return Hold.CONCURRENCY
-        if not self._in_step and len(self._ready) >= config.ready_batches * config.groups_per_batch:
+        # Rollouts started now are ready much later. So they give way little by little while groups
+        # pile up; all or nothing would let the trainer run dry, then flood it, again and again.
+        full = config.ready_batches * config.groups_per_batch
+        spare = 1.0 if self._in_step else min(1.0, 2.0 - len(self._ready) / full)
+        if spare <= 0.0:
             return Hold.READY
+        if self._rollouts and len(self._rollouts) + config.group_size > config.concurrency * spare:
+            return Hold.CONCURRENCY if spare == 1.0 else Hold.READY
         return None
 
     async def _produce(self) -> None:
