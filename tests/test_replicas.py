@@ -239,14 +239,9 @@ async def test_generations_outlive_a_killed_replica_and_metrics_tell(checkpoint:
 async def test_servers_share_requests_and_one_that_was_gone_is_used_again(checkpoint: Path):
     """Two servers of another make: one goes away and comes back on its port."""
     import uvicorn
+    from vllm_fake import VllmFake
 
     from headrace.engine.types import GenerationRequest, SamplingParams
-
-    sys.path.insert(0, str(Path(__file__).parent / "engine"))
-    try:
-        from vllm_fake import VllmFake
-    finally:
-        sys.path.pop(0)
 
     async def start(port: int = 0) -> tuple[uvicorn.Server, asyncio.Task[None], int]:
         fake = VllmFake(str(checkpoint), 64)

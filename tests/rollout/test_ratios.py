@@ -112,7 +112,9 @@ def test_whatever_happens_floors_hold_and_a_resume_goes_on(bounds, rule, step, s
         assert max(abs(ratios.shares[n] - before[n]) for n in names) <= step + 1e-9
         if number % 20 == 10:
             again = AdaptiveRatios(settings, bounds, state=ratios.state)
-            assert again.state == ratios.state
+            # A share on its bound may move by a rounding when it is put within bounds again.
+            assert again.state | {"shares": 0} == ratios.state | {"shares": 0}
+            assert again.shares == pytest.approx(ratios.shares, abs=1e-12)
             ratios = again
 
 

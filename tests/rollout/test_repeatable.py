@@ -24,7 +24,7 @@ class SeededGate:
 
     def __init__(self, ledger: Ledger) -> None:
         self.ledger = ledger
-        self.seeds: dict[str, int] = {}
+        self.seeds: dict[str, int | None] = {}
 
     def open_session(self, session_id, *, limits=None, seed=None) -> str:
         self.seeds[session_id] = seed
@@ -86,7 +86,13 @@ async def live(ledger: Ledger, stop: int | None) -> None:
     share = TaskShare("toy", 1.0, lambda i: TaskInstance("toy", i // 3, "f", 1, 1))
     source = RolloutSource(
         SourceConfig("rl", 4, 2, 8, 1, 1.0, 100, mode="sync", seed=5),
-        runner=RolloutRunner(tasks={"toy": task}, gate=gate, ledger=ledger, base_url="", model="m"),
+        runner=RolloutRunner(
+            tasks={"toy": task},  # type: ignore[dict-item] # as far as it is asked
+            gate=gate,
+            ledger=ledger,
+            base_url="",
+            model="m",
+        ),
         ledger=ledger,
         mix=TaskMix([share], state=ledger.get_state(cursor_key("rl"))),
     )
