@@ -204,6 +204,15 @@ class Gateway:
             return None
         return session.exceeded
 
+    def refused(self, session_id: str) -> str | None:
+        """What refused the last request to the model that learns, limit or not, as an error code;
+        None likewise.
+        """
+        try:
+            return self._sessions.get(session_id).refused
+        except KeyError:
+            return None
+
     async def close_session(self, session_id: str) -> tuple[Call, ...]:
         """End a session: its key stops working, requests in flight are aborted and recorded.
 
@@ -472,16 +481,18 @@ class Gateway:
 
 @contextlib.contextmanager
 def _noting_limits(session: Session | None) -> Iterator[None]:
-    """The session knows whether a limit ended the last request of the model that learns."""
+    """The session knows what refused the last request of the model that learns, if anything did,
+    and whether that was a limit."""
     code = None
     try:
         yield
     except ApiError as error:
-        code = error.code if error.code in LIMIT_WORDS else None
+        code = error.code
         raise
     finally:
         if session is not None:
-            session.exceeded = code
+            session.refused = code
+            session.exceeded = code if code in LIMIT_WORDS else None
 
 
 def _replay(answers: Sequence[Answer], listener: Listener) -> None:

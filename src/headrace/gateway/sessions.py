@@ -76,6 +76,8 @@ class Session:
         self.sampled_tokens = 0
         self.exceeded: str | None = None
         """Code of the limit that refused the last request; None after one that was let through."""
+        self.refused: str | None = None
+        """Code of whatever refused the last request, limits included; None likewise."""
         self.beside: dict[str, Session] = {}
         """What its other models do, by their names."""
         self.by_key: dict[str, Keyed] = {}
@@ -235,6 +237,6 @@ class Sessions:
                 401, "ambiguous_session", "the request shows keys of two sessions; send one"
             )
         if session.expires_at is not None and time.monotonic() >= session.expires_at:
-            session.exceeded = "session_expired"
+            session.exceeded = session.refused = "session_expired"
             raise ApiError(401, "session_expired", f"session {session.id} reached its time limit")
         return session

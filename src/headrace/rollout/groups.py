@@ -10,6 +10,8 @@ from collections.abc import Sequence
 
 import msgspec
 
+from headrace.rollout.failures import FailureRules, Rule, end_reason
+from headrace.rollout.reasons import FailureReason
 from headrace.rollout.types import DropReason, Outcome
 
 
@@ -20,11 +22,13 @@ class ScoredRollout(msgspec.Struct, frozen=True):
         session_id: which rollout.
         outcome: how it ended.
         reward: total reward; a finite number when `outcome.scored`, else ignored.
+        failure: how it failed, if that was named.
     """
 
     session_id: str
     outcome: Outcome
     reward: float | None = None
+    failure: FailureReason | None = None
 
 
 class WeightedRollout(msgspec.Struct, frozen=True):
@@ -63,14 +67,17 @@ def advantages(
     group_size: int | None = None,
     leave_one_out: bool = False,
     normalise_std: bool = False,
+    rules: FailureRules | None = None,
 ) -> GroupDecision:
     """Decide a finished group.
 
-    1. Valid are the rollouts whose outcome is scored; the others leave with their own reason.
-    2. If at most half of `group_size` is valid, the group is dropped (GROUP_INVALID).
+    1. Valid are the rollouts whose outcome is scored, unless a rule says otherwise; the others
+       leave with their own reason. Those that a rule excludes make the group smaller, the others
+       are padded for.
+    2. If at most half of `group_size`, so reduced, is valid, the group is dropped (GROUP_INVALID).
     3. If all valid rewards are equal there is nothing to learn (NO_SIGNAL).
     4. Otherwise advantage = reward - mean of the valid rewards, and valid rollouts are repeated
-       until the multiplicities sum to `group_size`. Since more than half are valid none counts more
+       until the multiplicities sum to that size. Since more than half are valid none counts more
        than twice. Who repeats depends on session ids alone, neither on rewards nor on who finished
        first.
 
@@ -79,6 +86,7 @@ def advantages(
         group_size: how many rollouts the group was meant to have; default `len(group)`.
         leave_one_out: each rollout's baseline is the mean of the other valid ones (RLOO).
         normalise_std: divide by the population standard deviation of the valid rewards (GRPO).
+        rules: what to do about failed rollouts; None is the default of each reason.
 
     Raises:
         ValueError: empty group, repeated session id, group_size below len(group), or a scored
@@ -88,14 +96,12 @@ def advantages(
     """
     size = len(group) if group_size is None else group_size
     _check(group, size)
-    valid = [rollout for rollout in group if rollout.outcome.scored]
+    standing = {r.session_id: _rule(r, rules or FailureRules()) for r in group}
+    valid = [r for r in group if standing[r.session_id] is Rule.PENALISE]
     invalid = {
-        rollout.session_id: DropReason.ENV_FAILED
-        if rollout.outcome is Outcome.ENV_FAILED
-        else DropReason.CANCELLED
-        for rollout in group
-        if not rollout.outcome.scored
+        r.session_id: _left_out(r) for r in group if standing[r.session_id] is not Rule.PENALISE
     }
+    size -= sum(rule is Rule.EXCLUDE for rule in standing.values())
 
     def drop(reason: DropReason, baseline: float | None) -> GroupDecision:
         reasons = tuple((r.session_id, invalid.get(r.session_id, reason)) for r in group)
@@ -125,6 +131,22 @@ def advantages(
         for rollout, value in zip(valid, centred, strict=True)
     )
     return GroupDecision(members, tuple(invalid.items()), None, baseline)
+
+
+def _rule(rollout: ScoredRollout, rules: FailureRules) -> Rule:
+    """What is done about a rollout that is not attempted again; PENALISE for all that count."""
+    reason = end_reason(rollout.outcome, rollout.failure)
+    if rollout.outcome.scored:
+        # Decided by what the record says, not by the rules alone: without a reward nothing counts.
+        return Rule.PENALISE if reason is None else rules.last_rule(reason)
+    rule = Rule.PAD if reason is None else rules.last_rule(reason)
+    return Rule.PAD if rule is Rule.PENALISE else rule
+
+
+def _left_out(rollout: ScoredRollout) -> DropReason:
+    if rollout.outcome.scored:
+        return DropReason.EXCLUDED
+    return DropReason.ENV_FAILED if rollout.outcome is Outcome.ENV_FAILED else DropReason.CANCELLED
 
 
 def _check(group: Sequence[ScoredRollout], size: int) -> None:

@@ -14,7 +14,10 @@ from typing import Protocol
 
 import msgspec
 
+from headrace.rollout.diagnosis import exception_reason, last_words, named
+from headrace.rollout.failures import LIMIT_REASONS, REFUSAL_REASONS
 from headrace.rollout.ledger import Ledger
+from headrace.rollout.reasons import FailureReason
 from headrace.rollout.types import LIMIT_WORDS, Call, Outcome, Session, SessionLimits
 from headrace.tasks.types import Endpoint, RolloutResult, TaskInstance, TaskService
 
@@ -41,6 +44,10 @@ class SessionGate(Protocol):
         """Which limit refused the last request of an open session, as an error code, or None."""
         ...
 
+    def refused(self, session_id: str) -> str | None:
+        """What refused the last request of an open session, limit or not, as an error code."""
+        ...
+
     async def close_session(self, session_id: str) -> tuple[Call, ...]:
         """Refuse further calls, abort running ones; returns all its calls. Safe to repeat."""
         ...
@@ -57,6 +64,8 @@ class Ticket(msgspec.Struct, frozen=True):
         instance: what to attempt.
         temperature: sampling temperature.
         seed: makes the session's sampling a function of this number; None leaves it to the engine.
+        penalties: rewards of rollouts that failed through the agent, by reason, instead of what
+            the task service gave.
     """
 
     session_id: str
@@ -66,6 +75,7 @@ class Ticket(msgspec.Struct, frozen=True):
     instance: TaskInstance
     temperature: float
     seed: int | None = None
+    penalties: Mapping[FailureReason, float] = {}
 
 
 class FinishedRollout(msgspec.Struct, frozen=True):
@@ -158,46 +168,70 @@ class RolloutRunner:
     async def _attempt(self, ticket: Ticket, endpoint: Endpoint) -> RolloutResult:
         """The task service's result, or what its failure amounts to."""
         service = self._tasks[ticket.instance.task]
+        deadline = asyncio.timeout(endpoint.timeout_s + GRACE_S)
         try:
-            async with asyncio.timeout(endpoint.timeout_s + GRACE_S):
+            async with deadline:
                 result = await service.rollout(ticket.instance, endpoint)
-        except TimeoutError:
-            return RolloutResult(
-                Outcome.ENV_FAILED,
-                reason=f"task service hung: no result {GRACE_S:.0f} s after its own timeout",
-            )
         except Exception as error:
+            if isinstance(error, TimeoutError) and deadline.expired():
+                return RolloutResult(
+                    Outcome.ENV_FAILED,
+                    reason=f"task service hung: no result {GRACE_S:.0f} s after its own timeout",
+                    failure=FailureReason.TASK_HUNG,
+                )
             # Whatever a task service raises hurts only its own rollout.
             logger.warning("rollout %s failed", ticket.session_id, exc_info=True)
             failure = f"{type(error).__name__}: {str(error)[:200]}"
-            return self._limited(ticket, RolloutResult(Outcome.ENV_FAILED, reason=failure))
+            return self._refused(
+                ticket,
+                RolloutResult(Outcome.ENV_FAILED, reason=failure, failure=exception_reason(error)),
+            )
         if result.outcome is Outcome.ENV_FAILED:
-            return self._limited(ticket, result)
+            return self._refused(ticket, result)
         reward = result.rewards.get("reward")
         if result.outcome.scored and (reward is None or not math.isfinite(reward)):
             return RolloutResult(
                 Outcome.ENV_FAILED,
                 reason=f"task service gave no finite reward (got {reward!r})",
+                failure=FailureReason.TASK_LIED,
             )
         return result
 
-    def _limited(self, ticket: Ticket, failed: RolloutResult) -> RolloutResult:
+    def _refused(self, ticket: Ticket, failed: RolloutResult) -> RolloutResult:
         """A rollout whose last request was refused by a limit of its session failed through its
-        agent, which used too much, and not through its environment, which could not go on.
+        agent, which used too much, and not through its environment, which could not go on. Another
+        refusal explains an environment failure that has no better name.
         """
         code = self._gate.exceeded(ticket.session_id)
         if code is None:
-            return failed
+            return self._explained(ticket, failed)
         outcome = Outcome.TIMEOUT if code == "session_expired" else Outcome.AGENT_FAILED
         reason = f"session limit ({code}): {LIMIT_WORDS.get(code, code)}; then {failed.reason}"
-        return RolloutResult(outcome, {"reward": 0.0}, reason[:400], failed.detail)
+        return RolloutResult(
+            outcome, {"reward": 0.0}, reason[:400], failed.detail, LIMIT_REASONS.get(code)
+        )
+
+    def _explained(self, ticket: Ticket, failed: RolloutResult) -> RolloutResult:
+        code = self._gate.refused(ticket.session_id)
+        if code is None or failed.failure not in (None, FailureReason.TASK_RAISED):
+            return failed
+        reason = REFUSAL_REASONS.get(code, FailureReason.PROTOCOL_MISUSE)
+        return msgspec.structs.replace(failed, failure=reason)
 
     async def _close(self, ticket: Ticket, result: RolloutResult) -> Session:
         """Close the session everywhere and return its evidence."""
         calls = await self._gate.close_session(ticket.session_id)
+        result = named(last_words(result, calls))
         rewards = dict(result.rewards) if result.outcome.scored else {}
+        if result.failure in ticket.penalties:
+            rewards["reward"] = ticket.penalties[result.failure]
         self._ledger.finish(
-            ticket.session_id, result.outcome, rewards, result.reason, result.detail
+            ticket.session_id,
+            result.outcome,
+            rewards,
+            result.reason,
+            result.detail,
+            result.failure,
         )
         return Session(
             id=ticket.session_id,
@@ -210,4 +244,5 @@ class RolloutRunner:
             reason=result.reason,
             rewards=rewards,
             calls=calls,
+            failure=result.failure,
         )
