@@ -16,6 +16,7 @@ from pydantic_core import PydanticUndefined
 
 from headrace.recipe import (
     ContextStep,
+    FailuresTable,
     LanguageStage,
     Objective,
     ObjectiveTable,
@@ -23,6 +24,7 @@ from headrace.recipe import (
     StageTable,
     SupervisedStage,
     Table,
+    TripwiresTable,
     stage_kinds,
     tables_in,
 )
@@ -124,6 +126,8 @@ def _tables() -> list[tuple[str, type[Table]]]:
     for table in tables_in(Objective):
         (kind,) = typing.get_args(table.model_fields["kind"].annotation)
         sections.append((f'[stages.objective] with kind = "{kind}"', table))
+    sections.append(("[stages.failures] of agentic_rl", FailuresTable))
+    sections.append(("[stages.tripwires] of agentic_rl", TripwiresTable))
     return sections
 
 

@@ -11,7 +11,7 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +45,7 @@ from headrace.stages.checks import check_recipe
 from headrace.stages.context import held_out_instances, next_version, training_folder
 from headrace.stages.measuring import measure_model
 from headrace.stages.new_model import start_checkpoint
+from headrace.stages.tripping import Trip, Tripped, paused, require_acknowledged
 from headrace.system import System, open_system, open_tasks, placement
 from headrace.tasks.types import TaskService
 
@@ -116,11 +117,22 @@ def plan(recipe: Recipe) -> list[str]:
     return lines
 
 
-def run_recipe(recipe: Recipe, run_dir: Path, *, resume: bool, no_isolation: bool) -> int:
+def run_recipe(
+    recipe: Recipe,
+    run_dir: Path,
+    *,
+    resume: bool,
+    no_isolation: bool,
+    acknowledged: Collection[str] = (),
+) -> int:
     """Run `recipe` in `run_dir`; returns the process's exit code.
+
+    Args:
+        acknowledged: tripwires that somebody has looked at; with `resume`.
 
     Raises:
         UserError: anything a person can mend.
+        RunPaused: a tripwire stopped it; `resume` goes on.
     """
     plan(recipe)
     try:
@@ -132,7 +144,11 @@ def run_recipe(recipe: Recipe, run_dir: Path, *, resume: bool, no_isolation: boo
             (run_dir / "recipe.json").write_text(text + "\n", encoding="utf-8")
     except OSError as error:
         raise UserError(f"--run-dir {run_dir}: cannot be written ({error.strerror})") from error
-    _event_loop_runner()(_Run(recipe, run_dir, resume=resume, no_isolation=no_isolation).main())
+    run = _Run(recipe, run_dir, resume=resume, no_isolation=no_isolation)
+    run.acknowledged = acknowledged
+    _event_loop_runner()(run.main())
+    if run.trip is not None:
+        raise paused(run.trip, run_dir)
     return 0
 
 
@@ -158,6 +174,8 @@ class _Run:
         self.cluster = LocalCluster()
         self.evaluations: list[dict[str, Any]] = []
         self.measured: list[dict[str, Any]] = []
+        self.acknowledged: Collection[str] = ()
+        self.trip: Trip | None = None
         self.ledger: Ledger
         self.metrics: MetricsWriter
         self.view: LiveView
@@ -170,6 +188,7 @@ class _Run:
         async with contextlib.AsyncExitStack() as stack:
             opener = Ledger.resume if self.resume else Ledger.create
             self.ledger = stack.enter_context(opener(self.dir))
+            require_acknowledged(self.ledger, recipe, self.acknowledged, self.dir)
             self.metrics = stack.enter_context(
                 MetricsWriter(self.dir, resume=self.resume, sinks=open_sinks(recipe, self.dir))
             )
@@ -200,6 +219,8 @@ class _Run:
             try:
                 await self._stages()
                 status = "finished"
+            except Tripped as tripped:
+                status, self.trip = "paused", tripped.trip
             except (asyncio.CancelledError, KeyboardInterrupt):
                 status = "interrupted"
                 raise

@@ -5,6 +5,7 @@ an unknown key is an error that names the nearest known one. This room only read
 touches neither models nor processes.
 """
 
+from headrace.recipe.failures import FailuresTable, TripwiresTable
 from headrace.recipe.loading import (
     apply_override,
     find_recipe,
@@ -58,6 +59,7 @@ __all__ = [
     "DsaWarmupStage",
     "EngineTable",
     "EvaluationTable",
+    "FailuresTable",
     "GrpoObjective",
     "IcepopObjective",
     "LanguageStage",
@@ -76,6 +78,7 @@ __all__ = [
     "StageTable",
     "SupervisedStage",
     "Table",
+    "TripwiresTable",
     "TruncatedIsObjective",
     "UncorrectedObjective",
     "apply_override",

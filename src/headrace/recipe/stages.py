@@ -4,6 +4,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
+from headrace.recipe.failures import FailuresTable, TripwiresTable
 from headrace.recipe.objectives import DoubleSidedObjective, Objective
 from headrace.recipe.tables import Fraction, Positive, Seconds, Table
 
@@ -227,6 +228,10 @@ class AgenticRlStage(StageTable):
     """tau: a trajectory is dropped when its oldest version lags more than this at the batch cut."""
     objective: Objective = DoubleSidedObjective()
     """What an update minimises: [stages.objective]."""
+    failures: FailuresTable = FailuresTable()
+    """What to do about failed rollouts: [stages.failures]."""
+    tripwires: TripwiresTable = TripwiresTable()
+    """What pauses the stage: [stages.tripwires]."""
     baseline: Literal["mean", "leave_one_out"] = "mean"
     """What a reward is compared with: the mean of its group, or of the others in it."""
     advantage_std: bool | None = None

@@ -9,15 +9,19 @@ import asyncio
 import contextlib
 import uuid
 from collections import deque
+from collections.abc import Callable
 
 import msgspec
 
 from headrace.errors import UserError
 from headrace.rollout.cutting import BatchQueue, TrainingBatch
+from headrace.rollout.failures import FailureRules, reasons_of
 from headrace.rollout.groups import GroupDecision, ScoredRollout, advantages
 from headrace.rollout.ledger import Ledger
 from headrace.rollout.mixing import TaskMix
+from headrace.rollout.reasons import FailureReason
 from headrace.rollout.records import TRAIN, Recovery, WaitingGroup
+from headrace.rollout.retrying import Retries
 from headrace.rollout.runner import FinishedRollout, RolloutRunner, Ticket
 from headrace.rollout.types import DropReason, Outcome, Session
 from headrace.rollout.window import Window
@@ -25,6 +29,9 @@ from headrace.tasks.types import TaskInstance
 
 FAILURES_IN_A_ROW = 64
 """So many environment failures without one success in between end the stage with an error."""
+
+_TOLD_BEFORE = (DropReason.ENV_FAILED, DropReason.CANCELLED)
+"""Why rollouts leave a group that were counted as failed when they ended."""
 
 
 class SourceConfig(msgspec.Struct, frozen=True):
@@ -40,6 +47,8 @@ class SourceConfig(msgspec.Struct, frozen=True):
     leave_one_out: bool = False
     advantage_std: bool = False
     synchronous: bool = False
+    failures: FailureRules = FailureRules()
+    """What to do about failed rollouts."""
     ready_batches: int = 2
     """Finished groups waiting for the trainer are bounded by this many batches."""
 
@@ -49,6 +58,7 @@ class RolloutSource:
 
     Args:
         mix: gives the instance of each new group.
+        watch: is shown every finished rollout.
     """
 
     def __init__(
@@ -59,9 +69,12 @@ class RolloutSource:
         ledger: Ledger,
         mix: TaskMix,
         next_batch: int = 0,
+        watch: Callable[[FinishedRollout], None] | None = None,
     ) -> None:
         self.config = config
         self.window = Window()
+        self._watch = watch
+        self._retries = Retries(config.failures)
         self._runner = runner
         self._ledger = ledger
         self.mix = mix
@@ -162,7 +175,8 @@ class RolloutSource:
         while True:
             while self._redispatch:
                 group_id, instance, missing = self._redispatch.popleft()
-                self._dispatch(group_id, instance, missing)
+                attempts = self._ledger.retried(group_id)
+                self._dispatch(group_id, instance, missing, attempts=attempts)
             while self._room():
                 group_id = f"{self.config.stage}-{self.mix.groups:06d}"
                 instance = await self.mix.next()
@@ -175,7 +189,16 @@ class RolloutSource:
             self._room_changed.clear()
             await self._room_changed.wait()
 
-    def _dispatch(self, group_id: str, instance: TaskInstance, count: int) -> None:
+    def _dispatch(
+        self,
+        group_id: str,
+        instance: TaskInstance,
+        count: int,
+        *,
+        replaces: str | None = None,
+        attempts: int = 0,
+    ) -> None:
+        """Start `count` rollouts of a group; one may take the place of a failed session."""
         tickets = [
             Ticket(
                 session_id=f"{group_id}-{uuid.uuid4().hex[:8]}",
@@ -184,6 +207,7 @@ class RolloutSource:
                 purpose=TRAIN,
                 instance=instance,
                 temperature=self.config.temperature,
+                penalties=self.config.failures.penalties,
             )
             for _ in range(count)
         ]
@@ -195,8 +219,13 @@ class RolloutSource:
             msgspec.to_builtins(instance),
             [t.session_id for t in tickets],
             state={cursor_key(self.config.stage): self.mix.state},
+            replaces=() if replaces is None else (replaces,),
         )
         for ticket in tickets:
+            if replaces is None:
+                self._retries.resume(ticket.session_id, attempts)
+            else:
+                self._retries.follow(replaces, ticket.session_id)
             task = asyncio.create_task(self._rollout(ticket), name=ticket.session_id)
             self._rollouts[task] = ticket.session_id
             task.add_done_callback(self._finished)
@@ -210,6 +239,11 @@ class RolloutSource:
     async def _rollout(self, ticket: Ticket) -> None:
         finished = await self._runner.run(ticket)
         self._count(finished)
+        if self._retries.again(finished.session):
+            self.window.retried += 1
+            self._dispatch(ticket.group_id, ticket.instance, 1, replaces=ticket.session_id)
+            return
+        self._retries.forget(ticket.session_id)
         size, sessions = self._open[ticket.group_id]
         sessions[ticket.session_id] = finished.session
         if len(sessions) == size:
@@ -218,7 +252,10 @@ class RolloutSource:
 
     def _count(self, finished: FinishedRollout) -> None:
         window, session = self.window, finished.session
+        if self._watch is not None:
+            self._watch(finished)
         window.finished += 1
+        window.failures.update(reasons_of(session.outcome, session.failure, None))
         task = window.of(session.task)
         task.finished += 1
         window.turns += len(session.policy_calls)
@@ -242,6 +279,9 @@ class RolloutSource:
         decision = self._decision(sessions)
         self._ledger.decide_group(group_id, decision)
         self.window.groups += 1
+        self.window.failures.update(
+            FailureReason(why.value) for _, why in decision.dropped if why not in _TOLD_BEFORE
+        )
         if decision.drop_reason is DropReason.NO_SIGNAL:
             self.window.dropped_no_signal += 1
         elif decision.drop_reason is DropReason.GROUP_INVALID:
@@ -252,7 +292,7 @@ class RolloutSource:
 
     def _decision(self, sessions: dict[str, Session]) -> GroupDecision:
         scored = [
-            ScoredRollout(s.id, s.outcome or Outcome.CANCELLED, s.rewards.get("reward"))
+            ScoredRollout(s.id, s.outcome or Outcome.CANCELLED, s.rewards.get("reward"), s.failure)
             for s in sessions.values()
         ]
         return advantages(
@@ -260,6 +300,7 @@ class RolloutSource:
             group_size=max(self.config.group_size, len(scored)),
             leave_one_out=self.config.leave_one_out,
             normalise_std=self.config.advantage_std,
+            rules=self.config.failures,
         )
 
     def _requeue(self, waiting: WaitingGroup) -> None:
@@ -269,6 +310,7 @@ class RolloutSource:
             group_size=waiting.size,
             leave_one_out=self.config.leave_one_out,
             normalise_std=self.config.advantage_std,
+            rules=self.config.failures,
         )
         members = [m for m in decision.members if m.session_id in waiting.pending]
         sessions = {m.session_id: self._ledger.trainable(m.session_id) for m in members}
@@ -293,6 +335,7 @@ class RolloutSource:
             stale = self._ready.drop_stale(version)
             if stale:
                 self.window.dropped_stale += stale
+                self.window.failures[FailureReason.STALE] += stale
                 self._room_changed.set()
             if self._enough():
                 return self._cut(version)

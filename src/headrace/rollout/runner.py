@@ -10,7 +10,7 @@ import logging
 import math
 import time
 from collections.abc import Mapping
-from typing import Protocol
+from typing import Any, Protocol
 
 import msgspec
 
@@ -79,10 +79,11 @@ class Ticket(msgspec.Struct, frozen=True):
 
 
 class FinishedRollout(msgspec.Struct, frozen=True):
-    """A closed session with its evidence, and how long it took (seconds)."""
+    """A closed session with its evidence, how long it took (seconds), and the service's extras."""
 
     session: Session
     wall_s: float
+    detail: dict[str, Any] = {}
 
     @property
     def reward(self) -> float | None:
@@ -163,7 +164,7 @@ class RolloutRunner:
         finally:
             self.in_flight -= 1
         session = await self._close(ticket, result)
-        return FinishedRollout(session, time.monotonic() - started)
+        return FinishedRollout(session, time.monotonic() - started, result.detail)
 
     async def _attempt(self, ticket: Ticket, endpoint: Endpoint) -> RolloutResult:
         """The task service's result, or what its failure amounts to."""

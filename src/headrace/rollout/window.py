@@ -3,7 +3,11 @@
 Numbers only; who logs them and how often is not known here.
 """
 
+from collections import Counter
+
 import msgspec
+
+from headrace.rollout.reasons import FailureReason
 
 
 class TaskCounts(msgspec.Struct):
@@ -32,6 +36,10 @@ class Window(msgspec.Struct):
     dropped_no_signal: int = 0
     dropped_invalid: int = 0
     dropped_stale: int = 0
+    retried: int = 0
+    """Rollouts whose place was given to another session."""
+    failures: Counter[FailureReason] = msgspec.field(default_factory=Counter)
+    """Rollouts by everything that keeps them from being clean samples."""
     tasks: dict[str, TaskCounts] = msgspec.field(default_factory=dict)
 
     def of(self, task: str) -> TaskCounts:

@@ -30,6 +30,7 @@ from headrace.stages.context import (
     save_weights,
 )
 from headrace.stages.trainers import TrainerGroup, open_trainer
+from headrace.stages.tripping import StageTripwires, Tripped
 from headrace.tasks.types import TaskService
 from headrace.training import rl
 
@@ -54,6 +55,7 @@ async def run_agentic_rl(
         state=ledger.get_state(cursor_key(stage.name)),
         held_out=await asyncio.to_thread(_held_out, context),
     )
+    wires = StageTripwires(ledger, stage, context.message)
     source_of_batches = RolloutSource(
         SourceConfig(
             stage=stage.name,
@@ -66,10 +68,12 @@ async def run_agentic_rl(
             leave_one_out=stage.baseline == "leave_one_out",
             advantage_std=stage.divides_by_std,
             synchronous=stage.mode == "sync",
+            failures=stage.failures.rules,
         ),
         runner=system.runner,
         ledger=ledger,
         mix=mix,
+        watch=wires.see,
     )
     source_of_batches.resume(recovery)
     cores = system.cores.trainer
@@ -111,8 +115,9 @@ async def run_agentic_rl(
             progress.version = version
             _prune(context.run_dir, stage.name, keep=path)
 
-        observer = _RlObserver(context, stage, source_of_batches, worker, system.engine)
+        observer = _RlObserver(context, stage, source_of_batches, worker, system.engine, wires)
         source_of_batches.start()
+        tripped: Tripped | None = None
         try:
             await rl.train(
                 stage,
@@ -123,11 +128,15 @@ async def run_agentic_rl(
                 report=observer.report,
                 progress=progress,
             )
+        except Tripped as found:
+            tripped = found  # what was trained so far is saved first
         finally:
             await source_of_batches.stop()
         published = ledger.publications(stage.name)[-1]
         if published.step < progress.step:
             await publish(progress)
+        if tripped is not None:
+            raise tripped
         await save_weights(worker, target, tokenizer=source)
     return {"updates": progress.step, "version": progress.version}
 
@@ -239,9 +248,11 @@ class _RlObserver:
         source: RolloutSource,
         worker: TrainerGroup,
         engine: PolicyEngine,
+        wires: StageTripwires,
     ) -> None:
         self.context = context
         self.stage = stage
+        self.wires = wires
         self.source = source
         self.worker = worker
         self.system_engine = engine
@@ -252,7 +263,11 @@ class _RlObserver:
         self.before = float(context.ledger.get_state(f"seconds:{stage.name}", 0.0))
 
     async def report(self, update: rl.Update) -> None:
-        """Log one update."""
+        """Log one update.
+
+        Raises:
+            Tripped: what was seen since the last one pauses the run.
+        """
         now = time.monotonic()
         seconds = max(now - self.last, 1e-6)
         self.last = now
@@ -278,6 +293,8 @@ class _RlObserver:
             "dropped_stale": float(window.dropped_stale),
             "dropped_no_signal": float(window.dropped_no_signal),
             "env_failed": float(window.env_failed),
+            "retried": float(window.retried),
+            **{f"failed.{reason}": float(n) for reason, n in window.failures.items()},
             "rollouts_per_s": window.finished / seconds,
         }
         if not first:
@@ -285,6 +302,7 @@ class _RlObserver:
             metrics["engine_busy"] = min(1.0, busy / seconds / engines)
             metrics["gen_tokens_per_s"] = sampled / seconds
         metrics |= _replica_metrics(engine)
+        metrics |= self.wires.measures()
         metrics |= _task_metrics(self.source.mix, window)
         if window.scored:
             metrics["reward_mean"] = window.reward_sum / window.scored
@@ -297,6 +315,7 @@ class _RlObserver:
         self.context.progress(
             rl.done_fraction(self.stage, rl.Progress(update.step, update.version, elapsed))
         )
+        self.wires.check(update.step)
 
 
 def _task_metrics(mix: TaskMix, window: Window) -> dict[str, float]:
