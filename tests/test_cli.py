@@ -35,7 +35,7 @@ def stand_in_run(monkeypatch):
     """Replaces the training loop; what it was called with is recorded."""
     calls = []
 
-    def run_recipe(recipe, run_dir, *, resume, no_isolation):
+    def run_recipe(recipe, run_dir, *, resume, no_isolation, acknowledged):
         calls.append((recipe, run_dir, resume, no_isolation))
         run_dir.mkdir(parents=True, exist_ok=True)
         (run_dir / "report.html").write_text("<p>done</p>")

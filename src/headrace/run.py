@@ -39,13 +39,14 @@ from headrace.rollout.audit import audit
 from headrace.rollout.evaluation import STAGE as EVALUATION_STAGE
 from headrace.rollout.evaluation import evaluate
 from headrace.rollout.ledger import Ledger
+from headrace.rollout.pausing import Trip, paused
 from headrace.rollout.records import Evaluation
 from headrace.stages import StageContext, run_stage
 from headrace.stages.checks import check_recipe
 from headrace.stages.context import held_out_instances, next_version, training_folder
 from headrace.stages.measuring import measure_model
 from headrace.stages.new_model import start_checkpoint
-from headrace.stages.tripping import Trip, Tripped, paused, require_acknowledged
+from headrace.stages.tripping import Tripped, require_acknowledged
 from headrace.system import System, open_system, open_tasks, placement
 from headrace.tasks.types import TaskService
 

@@ -7,7 +7,7 @@ thread once a second, so the loop that reports pays only for storing a number.
 import math
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
@@ -19,6 +19,7 @@ from rich.table import Table
 from rich.text import Text
 
 from headrace.observe.braille import bar, curve
+from headrace.observe.fates import failure_metrics, failure_words
 from headrace.observe.measurements import Measure, Measurement, measurement_of
 from headrace.observe.units import (
     after_words,
@@ -52,6 +53,7 @@ class _Stage:
         self.earlier = False
         self.step = 0
         self.skipped = 0.0
+        self.failures: Counter[str] = Counter()
         self.latest: dict[str, float] = {}
         self.curve: list[float] = []
 
@@ -166,6 +168,7 @@ class LiveView:
                 return
             target.step = step
             target.skipped += metrics.get("skipped", 0.0)
+            target.failures.update(failure_metrics(metrics))
             target.latest.update(metrics)
             value = metrics.get("reward_mean" if target.kind == "agentic_rl" else "loss")
             # A skipped step may have had a loss that is no number.
@@ -416,6 +419,8 @@ def _numbers(stage: _Stage, width: int) -> RenderableType:
     ]
     if "replicas_serving" in m:
         lines.append(_replica_words(m))
+    if stage.failures:
+        lines.append(f"failed: {failure_words(stage.failures)}")
     return Group(table, *(Text(line, overflow="fold") for line in lines))
 
 
@@ -449,4 +454,5 @@ def _plain_numbers(stage: _Stage) -> list[str]:
         ("lag", "lag_mean", short),
         ("lr", "learning_rate", short),
     )
-    return parts + [f"{label} {write(m[key])}" for label, key, write in shown if key in m]
+    parts += [f"{label} {write(m[key])}" for label, key, write in shown if key in m]
+    return parts + ([f"failed {failure_words(stage.failures)}"] if stage.failures else [])

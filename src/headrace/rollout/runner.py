@@ -224,7 +224,7 @@ class RolloutRunner:
         calls = await self._gate.close_session(ticket.session_id)
         result = named(last_words(result, calls))
         rewards = dict(result.rewards) if result.outcome.scored else {}
-        if result.failure in ticket.penalties:
+        if result.failure is not None and result.failure in ticket.penalties:
             rewards["reward"] = ticket.penalties[result.failure]
         self._ledger.finish(
             ticket.session_id,

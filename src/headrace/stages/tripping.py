@@ -8,20 +8,12 @@ from collections.abc import Callable, Collection
 
 import msgspec
 
-from headrace.errors import RunPaused, UserError
+from headrace.errors import UserError
 from headrace.recipe import AgenticRlStage, Recipe
 from headrace.rollout.ledger import Ledger
-from headrace.rollout.reading import LedgerReader
+from headrace.rollout.pausing import Trip, paused, state_name, tripped
 from headrace.rollout.runner import FinishedRollout
-from headrace.rollout.tripwires import Alarm, Tripwire, Tripwires
-
-
-class Trip(msgspec.Struct, frozen=True):
-    """A tripped wire that nobody has acknowledged: stage, update, alarm."""
-
-    stage: str
-    step: int
-    alarm: Alarm
+from headrace.rollout.tripwires import Tripwire, Tripwires
 
 
 class StageTripwires:
@@ -39,7 +31,7 @@ class StageTripwires:
         self._ledger = ledger
         self._stage = stage
         self._message = message
-        kept = ledger.get_state(_key(stage.name))
+        kept = ledger.get_state(state_name(stage.name))
         self._wires = Tripwires(stage.tripwires.thresholds, kept)
         self._warned: set[Tripwire] = set()
 
@@ -65,7 +57,7 @@ class StageTripwires:
             self._message(f"tripwire {alarm.wire}: {alarm.words}")
         trip = Trip(self._stage.name, step, alarm) if alarm is not None and pauses else None
         self._ledger.put_state(
-            _key(self._stage.name),
+            state_name(self._stage.name),
             {**self._wires.state, "tripped": None if trip is None else msgspec.to_builtins(trip)},
         )
         if trip is not None:
@@ -78,30 +70,6 @@ class Tripped(Exception):
     def __init__(self, trip: Trip) -> None:
         super().__init__(f"{trip.alarm.wire}: {trip.alarm.words}")
         self.trip = trip
-
-
-def tripped(ledger: LedgerReader) -> Trip | None:
-    """The wire that a run waits at; None when it waits at none."""
-    for record in ledger.stages():
-        kept = ledger.get_state(_key(record.name)) or {}
-        if record.finished_at is None and kept.get("tripped"):
-            return msgspec.convert(kept["tripped"], Trip)
-    return None
-
-
-def paused(trip: Trip, run_dir: object) -> RunPaused:
-    """What to tell a person about a tripped wire: what was seen, where to look, how to go on."""
-    alarm = trip.alarm
-    look = ""
-    if alarm.sessions:
-        first, *others = alarm.sessions
-        also = f" (also {', '.join(others)})" if others else ""
-        look = f"Look at: headrace show {run_dir} trajectory {first}{also}. "
-    return RunPaused(
-        f"paused by tripwire {alarm.wire} in stage {trip.stage} after update {trip.step}: "
-        f"{alarm.words}. {look}The weights up to here are saved. If this is no reward hacking, go "
-        f"on with: headrace run --resume {run_dir} --acknowledge {alarm.wire}"
-    )
 
 
 def require_acknowledged(
@@ -123,12 +91,12 @@ def require_acknowledged(
         return
     if trip.alarm.wire not in acknowledged and _watches(recipe, trip):
         raise UserError(f"run {run_dir} is {paused(trip, run_dir)}")
-    kept = ledger.get_state(_key(trip.stage))
+    kept = ledger.get_state(state_name(trip.stage))
     if trip.alarm.wire is Tripwire.HELD_OUT_FALL:
         kept["marks"] = []
     elif trip.alarm.wire is Tripwire.LENGTH:
         kept["first_tokens"] = None
-    ledger.put_state(_key(trip.stage), {**kept, "tripped": None})
+    ledger.put_state(state_name(trip.stage), {**kept, "tripped": None})
 
 
 def _watches(recipe: Recipe, trip: Trip) -> bool:
@@ -137,7 +105,3 @@ def _watches(recipe: Recipe, trip: Trip) -> bool:
             table = stage.tripwires
             return table.action == "pause" and table.thresholds.watches(trip.alarm.wire)
     return False
-
-
-def _key(stage: str) -> str:
-    return f"tripwires:{stage}"
