@@ -118,6 +118,11 @@ async def run_agentic_rl(
         observer = _RlObserver(context, stage, source_of_batches, worker, system.engine, wires)
         source_of_batches.start()
         tripped: Tripped | None = None
+
+        async def report(update: rl.Update) -> None:
+            await observer.report(update)
+            wires.check(update.step)
+
         try:
             await rl.train(
                 stage,
@@ -125,7 +130,7 @@ async def run_agentic_rl(
                 trainer=worker,
                 publish=publish,
                 committed=lambda index, step: ledger.commit_batch(stage.name, index, step),
-                report=observer.report,
+                report=report,
                 progress=progress,
             )
         except Tripped as found:
@@ -263,11 +268,7 @@ class _RlObserver:
         self.before = float(context.ledger.get_state(f"seconds:{stage.name}", 0.0))
 
     async def report(self, update: rl.Update) -> None:
-        """Log one update.
-
-        Raises:
-            Tripped: what was seen since the last one pauses the run.
-        """
+        """Log one update."""
         now = time.monotonic()
         seconds = max(now - self.last, 1e-6)
         self.last = now
@@ -315,7 +316,6 @@ class _RlObserver:
         self.context.progress(
             rl.done_fraction(self.stage, rl.Progress(update.step, update.version, elapsed))
         )
-        self.wires.check(update.step)
 
 
 def _task_metrics(mix: TaskMix, window: Window) -> dict[str, float]:
