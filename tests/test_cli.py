@@ -112,6 +112,11 @@ def test_resuming_what_is_no_run(capsys, tmp_path):
     assert "JSON object" in mistake(capsys, ["run", "--resume", tmp_path])
 
 
+def test_a_tripwire_is_acknowledged_for_a_run_that_is_named(capsys, tmp_path):
+    assert main(["run", "quickstart", "--acknowledge", "tampering"]) == 2
+    assert "name it with --resume RUN" in capsys.readouterr().err
+
+
 def test_commands_unprotected_need_a_confirmation(capsys, recipe_file, tmp_path, stand_in_run):
     arguments = ["run", recipe_file, "--set", "sandbox.kind=none", "--run-dir", tmp_path / "r"]
     assert "--no-isolation" in mistake(capsys, arguments)
