@@ -3,10 +3,12 @@
 import re
 from pathlib import Path
 
+import httpx
 import pytest
+from openai import APIStatusError, APITimeoutError
 from pydantic import ValidationError
 
-from headrace.recipe import AgenticRlStage, FailuresTable
+from headrace.recipe import AgenticRlStage, FailuresTable, TripwiresTable
 from headrace.rollout.diagnosis import exception_reason, last_words, named
 from headrace.rollout.failures import (
     LIMIT_REASONS,
@@ -20,6 +22,7 @@ from headrace.rollout.failures import (
 from headrace.rollout.groups import ScoredRollout, advantages
 from headrace.rollout.reasons import FailureReason, Fault
 from headrace.rollout.retrying import Retries
+from headrace.rollout.tripwires import Thresholds
 from headrace.rollout.types import (
     LIMIT_WORDS,
     Call,
@@ -91,6 +94,12 @@ def test_the_recipe_knows_every_reason_that_has_a_rule_with_its_default() -> Non
 def test_rules_that_cannot_be_are_refused_with_the_reason(keys: dict, words: str) -> None:
     with pytest.raises(ValidationError, match=words):
         FailuresTable.model_validate(keys)
+
+
+def test_a_length_that_is_reached_at_once_is_refused() -> None:
+    assert TripwiresTable(length_factor=2.5).thresholds == Thresholds(length_factor=2.5)
+    with pytest.raises(ValidationError, match="reached at once"):
+        TripwiresTable(length_factor=0.5)
 
 
 def group(*members: tuple[Outcome, float | None, FailureReason | None]) -> list[ScoredRollout]:
@@ -227,7 +236,16 @@ def test_exceptions_are_told_apart() -> None:
         ConnectionRefusedError("x"): FailureReason.TASK_UNAVAILABLE,
         KeyError("x"): FailureReason.TASK_RAISED,
     }
-    assert {exception_reason(error) for error in errors} == set(errors.values())
+    request = httpx.Request("POST", "http://x")
+    for status, reason in {
+        400: FailureReason.PROTOCOL_MISUSE,
+        429: FailureReason.ENGINE_OVERLOADED,
+        503: FailureReason.ENGINE_DIED,
+        504: FailureReason.ENGINE_DEADLINE,
+    }.items():
+        response = httpx.Response(status, request=request)
+        assert exception_reason(APIStatusError("x", response=response, body=None)) is reason
+    assert exception_reason(APITimeoutError(request)) is FailureReason.ENGINE_DEADLINE
     assert all(exception_reason(error) is reason for error, reason in errors.items())
     assert all(reason.fault is Fault.ENVIRONMENT for reason in errors.values())
 

@@ -116,6 +116,15 @@ class TripwiresTable(Table):
     least_problems: Positive = 32
     """Different problems that must be in the window before outputs are compared."""
 
+    @model_validator(mode="after")
+    def _factor(self) -> Self:
+        if 0.0 < self.length_factor <= 1.0:
+            raise ValueError(
+                f"length_factor {self.length_factor:g} is reached at once; use more than 1, or 0 "
+                "for off"
+            )
+        return self
+
     @property
     def thresholds(self) -> Thresholds:
         """The table as the rollout side knows it."""

@@ -6,6 +6,7 @@ Pure: results in, results with a `FailureReason` out. What is done about it is n
 from collections.abc import Sequence
 
 import msgspec
+from openai import APIStatusError, APITimeoutError
 
 from headrace.rollout.failures import WorkerDied, end_reason
 from headrace.rollout.reasons import FailureReason
@@ -24,7 +25,20 @@ def exception_reason(error: Exception) -> FailureReason:
         return FailureReason.WORKER_DIED
     if isinstance(error, ConnectionError):
         return FailureReason.TASK_UNAVAILABLE
+    if isinstance(error, APITimeoutError):
+        return FailureReason.ENGINE_DEADLINE
+    if isinstance(error, APIStatusError):
+        return _status_reason(error.status_code)
     return FailureReason.TASK_RAISED
+
+
+def _status_reason(status: int) -> FailureReason:
+    """What a refusal amounts to that the agent's client gave up on."""
+    if status in (408, 504):
+        return FailureReason.ENGINE_DEADLINE
+    if status == 429:
+        return FailureReason.ENGINE_OVERLOADED
+    return FailureReason.ENGINE_DIED if status >= 500 else FailureReason.PROTOCOL_MISUSE
 
 
 def last_words(result: RolloutResult, calls: Sequence[Call]) -> RolloutResult:
