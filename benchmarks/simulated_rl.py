@@ -230,6 +230,11 @@ class SimulatedGate:
         del session_id
         return None
 
+    def refused(self, session_id: str) -> str | None:
+        """Nothing is refused here."""
+        del session_id
+        return None
+
     async def close_session(self, session_id: str) -> tuple[Call, ...]:
         """See `SessionGate`."""
         return tuple(self._calls.pop(session_id, ()))

@@ -35,7 +35,7 @@ def stand_in_run(monkeypatch):
     """Replaces the training loop; what it was called with is recorded."""
     calls = []
 
-    def run_recipe(recipe, run_dir, *, resume, no_isolation):
+    def run_recipe(recipe, run_dir, *, resume, no_isolation, acknowledged):
         calls.append((recipe, run_dir, resume, no_isolation))
         run_dir.mkdir(parents=True, exist_ok=True)
         (run_dir / "report.html").write_text("<p>done</p>")
@@ -110,6 +110,11 @@ def test_resuming_what_is_no_run(capsys, tmp_path):
     assert "not valid JSON" in mistake(capsys, ["run", "--resume", tmp_path])
     (tmp_path / "recipe.json").write_text("[]")
     assert "JSON object" in mistake(capsys, ["run", "--resume", tmp_path])
+
+
+def test_a_tripwire_is_acknowledged_for_a_run_that_is_named(capsys, tmp_path):
+    assert main(["run", "quickstart", "--acknowledge", "tampering"]) == 2
+    assert "name it with --resume RUN" in capsys.readouterr().err
 
 
 def test_commands_unprotected_need_a_confirmation(capsys, recipe_file, tmp_path, stand_in_run):

@@ -17,7 +17,7 @@ from rich.console import Console
 from typer.exceptions import TyperException
 
 from headrace import __version__
-from headrace.errors import UserError
+from headrace.errors import RunPaused, UserError
 
 app = typer.Typer(
     name="headrace",
@@ -116,6 +116,12 @@ def run(
         Path | None,
         typer.Option(metavar="RUN", help="Continue an interrupted run from its directory."),
     ] = None,
+    acknowledge: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="TRIPWIRE", help="With --resume: go on although this tripwire paused the run."
+        ),
+    ] = None,
     no_isolation: Annotated[
         bool,
         typer.Option(
@@ -144,6 +150,8 @@ def run(
                 )
         loaded = parse_recipe(_stored_recipe(resume), str(resume / "recipe.json"))
         target = resume
+    elif acknowledge:
+        raise UserError("--acknowledge goes on with a paused run; name it with --resume RUN")
     elif recipe is None:
         raise UserError('run: name a recipe, e.g. "headrace run quickstart", or give --resume RUN')
     else:
@@ -163,7 +171,13 @@ def run(
         for line in plan(loaded):
             typer.echo(line)
         return 0
-    code = run_recipe(loaded, target, resume=resume is not None, no_isolation=no_isolation)
+    code = run_recipe(
+        loaded,
+        target,
+        resume=resume is not None,
+        no_isolation=no_isolation,
+        acknowledged=acknowledge or (),
+    )
     report_file = target / "report.html"
     if report_file.is_file():
         typer.echo(f"Report: {report_file.resolve()}")
@@ -640,7 +654,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: without the program's name; sys.argv by default.
 
     Returns:
-        The exit code: 0 done, 1 the command's own failure, 2 a mistake of the user's, 130 Ctrl-C.
+        The exit code: 0 done, 1 the command's own failure, 2 a mistake of the user's, 3 a tripwire
+        paused the run, 130 Ctrl-C.
     """
     given = list(sys.argv[1:] if arguments is None else arguments)
     command = typer.main.get_command(app)
@@ -648,6 +663,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         code = command.main(given or ["--help"], prog_name="headrace", standalone_mode=False)
     except UserError as error:
         return _fail(str(error))
+    except RunPaused as pause:
+        sys.stderr.write(f"headrace: {pause}\n")
+        return 3
     except TyperException as error:
         return _fail(f"{error.format_message().rstrip('.')}; see headrace --help")
     except (typer.Abort, KeyboardInterrupt):

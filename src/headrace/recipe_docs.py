@@ -18,6 +18,7 @@ from headrace.recipe import (
     ContextStep,
     CurriculumTable,
     DynamicTable,
+    FailuresTable,
     LanguageStage,
     Objective,
     ObjectiveTable,
@@ -29,6 +30,7 @@ from headrace.recipe import (
     SupervisedStage,
     Table,
     TaskRatio,
+    TripwiresTable,
     stage_kinds,
     tables_in,
 )
@@ -137,6 +139,8 @@ def _tables() -> list[tuple[str, type[Table]]]:
         sections.append((f'[stages.objective] with kind = "{kind}"', table))
     sections.append(("[stages.curriculum] of agentic_rl", CurriculumTable))
     sections.append(("[stages.dynamic] of agentic_rl", DynamicTable))
+    sections.append(("[stages.failures] of agentic_rl", FailuresTable))
+    sections.append(("[stages.tripwires] of agentic_rl", TripwiresTable))
     return sections
 
 

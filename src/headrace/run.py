@@ -11,7 +11,7 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +40,7 @@ from headrace.rollout.evaluation import STAGE as EVALUATION_STAGE
 from headrace.rollout.evaluation import evaluate
 from headrace.rollout.ledger import Ledger
 from headrace.rollout.reading import ledger_file
+from headrace.rollout.trips import Trip, paused
 from headrace.stages import StageContext, run_stage
 from headrace.stages.checks import check_recipe
 from headrace.stages.context import next_version, training_folder
@@ -47,6 +48,7 @@ from headrace.stages.evaluating import keep_evaluation
 from headrace.stages.held_out import held_out_instances, hold_out
 from headrace.stages.measuring import measure_model
 from headrace.stages.new_model import start_checkpoint
+from headrace.stages.tripping import Tripped, require_acknowledged
 from headrace.system import System, open_system, placement
 from headrace.task_services import check_tasks, open_tasks
 from headrace.tasks.types import TaskService
@@ -120,11 +122,22 @@ def plan(recipe: Recipe) -> list[str]:
     return lines
 
 
-def run_recipe(recipe: Recipe, run_dir: Path, *, resume: bool, no_isolation: bool) -> int:
+def run_recipe(
+    recipe: Recipe,
+    run_dir: Path,
+    *,
+    resume: bool,
+    no_isolation: bool,
+    acknowledged: Collection[str] = (),
+) -> int:
     """Run `recipe` in `run_dir`; returns the process's exit code.
+
+    Args:
+        acknowledged: tripwires that somebody has looked at; with `resume`.
 
     Raises:
         UserError: anything a person can mend.
+        RunPaused: a tripwire stopped it; `resume` goes on.
     """
     plan(recipe)
     try:
@@ -136,7 +149,11 @@ def run_recipe(recipe: Recipe, run_dir: Path, *, resume: bool, no_isolation: boo
             (run_dir / "recipe.json").write_text(text + "\n", encoding="utf-8")
     except OSError as error:
         raise UserError(f"--run-dir {run_dir}: cannot be written ({error.strerror})") from error
-    _event_loop_runner()(_Run(recipe, run_dir, resume=resume, no_isolation=no_isolation).main())
+    run = _Run(recipe, run_dir, resume=resume, no_isolation=no_isolation)
+    run.acknowledged = acknowledged
+    _event_loop_runner()(run.main())
+    if run.trip is not None:
+        raise paused(run.trip, run_dir)
     return 0
 
 
@@ -162,6 +179,8 @@ class _Run:
         self.cluster = LocalCluster()
         self.evaluations: list[dict[str, Any]] = []
         self.measured: list[dict[str, Any]] = []
+        self.acknowledged: Collection[str] = ()
+        self.trip: Trip | None = None
         self.ledger: Ledger
         self.metrics: MetricsWriter
         self.view: LiveView
@@ -176,6 +195,7 @@ class _Run:
             begun = self.resume and ledger_file(self.dir).exists()
             opener = Ledger.resume if begun else Ledger.create
             self.ledger = stack.enter_context(opener(self.dir))
+            require_acknowledged(self.ledger, recipe, self.acknowledged, self.dir)
             self.metrics = stack.enter_context(
                 MetricsWriter(self.dir, resume=self.resume, sinks=open_sinks(recipe, self.dir))
             )
@@ -213,6 +233,8 @@ class _Run:
             try:
                 await self._stages()
                 status = "finished"
+            except Tripped as tripped:
+                status, self.trip = "paused", tripped.trip
             except (asyncio.CancelledError, KeyboardInterrupt):
                 status = "interrupted"
                 raise

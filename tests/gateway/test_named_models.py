@@ -126,7 +126,7 @@ async def test_limits_are_of_each_model_and_a_closed_session_is_closed_for_all(
                 await client.chat.completions.create(model=model, messages=[USER])
             assert refused.value.code == "session_call_limit"
             # What a judge is refused is not the agent's doing.
-            assert served.gateway.exceeded("s") == exceeded
+            assert served.gateway.exceeded("s") == served.gateway.refused("s") == exceeded
         await served.gateway.close_session("s")
         for model in ("tiny", "judge"):
             with pytest.raises(openai.AuthenticationError):
@@ -142,3 +142,23 @@ async def test_without_further_models_any_name_will_do() -> None:
     assert gateway.models == ("tiny",)
     with pytest.raises(ValueError, match="two models are named 'tiny'"):
         Gateway(engine, POLICY, model="tiny", models={"tiny": (engine, JUDGE)})
+
+
+async def test_a_refusal_that_is_no_limit_is_told_apart(served: Served) -> None:
+    key = served.gateway.open_session("s")
+    same = {"Idempotency-Key": "k"}
+    async with served.client(key) as client:
+        await client.chat.completions.create(model="tiny", messages=[USER], extra_headers=same)
+        other = {**USER, "content": "something else"}
+        with pytest.raises(openai.APIStatusError):
+            await client.chat.completions.create(
+                model="tiny",
+                messages=[other],  # type: ignore[list-item]
+                extra_headers=same,
+            )
+        assert served.gateway.refused("s") == "idempotency_key_reused"
+        assert served.gateway.exceeded("s") is None
+        await client.chat.completions.create(model="tiny", messages=[USER])
+        assert served.gateway.refused("s") is None
+    await served.gateway.close_session("s")
+    assert served.gateway.refused("s") is None

@@ -183,6 +183,17 @@ def test_an_rl_row_without_rewards_adds_nothing_to_the_reward_curve() -> None:
     assert "now 0.25" in console.export_text()
 
 
+def test_failures_are_summed_over_updates_by_reason() -> None:
+    view, console = _view(100, Clock(), enabled=True)
+    view.stage_started("rl", "agentic_rl", 10, "updates")
+    for step in range(3):
+        counts = {"failed.task_hung": 2.0, "failed.no_signal": 4.0 * step}
+        view.metrics("rl", step, {**RL_METRICS, **counts})
+    console.print(view.render())
+    assert isinstance(console.file, io.StringIO)
+    assert "failed: 12 no_signal, 6 task_hung" in console.file.getvalue()
+
+
 def test_live_draws_and_leaves_the_last_frame() -> None:
     clock = Clock()
     out = io.StringIO()

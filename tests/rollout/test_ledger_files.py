@@ -14,6 +14,9 @@ from headrace.errors import UserError
 from headrace.rollout.audit import audit
 from headrace.rollout.ledger import Ledger
 from headrace.rollout.reading import LedgerReader
+from headrace.rollout.reasons import FailureReason
+from headrace.rollout.store import SCHEMA_VERSION
+from headrace.rollout.types import Outcome
 
 
 def test_a_finished_run_can_be_read_without_write_permission(tmp_path):
@@ -55,6 +58,34 @@ def test_a_run_directory_is_not_overwritten(ledger, tmp_path):
     with pytest.raises(UserError, match="--resume"):
         Ledger.create(tmp_path)
     Ledger.resume(tmp_path).close()
+
+
+def test_a_ledger_of_the_first_schema_is_read_as_it_is_and_upgraded_by_a_resume(tmp_path):
+    with Ledger.create(tmp_path) as ledger:
+        play(ledger, "g", [0.0, None, 1.0])
+    file = tmp_path / "ledger.sqlite"
+    with sqlite3.connect(file) as raw:
+        raw.execute("ALTER TABLE sessions DROP COLUMN failure")
+        raw.execute("PRAGMA user_version = 1")
+    raw.close()
+    before = file.read_bytes()
+    with LedgerReader.open(tmp_path) as reader:
+        assert reader.failure_counts() == {FailureReason.ENV_FAILED: 1}
+        assert {s.failure for s in reader.sessions()} == {None}
+        assert len(reader.rollouts("g")) == 3
+        assert all(finding.held for finding in audit(reader).values())
+    assert file.read_bytes() == before
+    with Ledger.resume(tmp_path) as ledger:
+        ledger.dispatch("rl", "train", "h", "toy", {}, ["h0"])
+        ledger.finish("h0", Outcome.ENV_FAILED, failure=FailureReason.TASK_HUNG)
+        assert ledger.failure_counts() == {
+            FailureReason.ENV_FAILED: 1,
+            FailureReason.TASK_HUNG: 1,
+        }
+    Ledger.resume(tmp_path).close()
+    with sqlite3.connect(file) as raw:
+        assert raw.execute("PRAGMA user_version").fetchone() == (SCHEMA_VERSION,)
+    raw.close()
 
 
 @pytest.mark.parametrize("opener", [Ledger.resume, LedgerReader.open])

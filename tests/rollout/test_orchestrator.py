@@ -44,6 +44,9 @@ class ScriptedGate:
     def exceeded(self, session_id) -> str | None:
         return None
 
+    def refused(self, session_id) -> str | None:
+        return None
+
     async def close_session(self, session_id) -> tuple[Call, ...]:
         if session_id not in self.open:
             return ()

@@ -97,6 +97,9 @@ class Gate:
     def exceeded(self, session_id) -> str | None:
         return None
 
+    def refused(self, session_id) -> str | None:
+        return None
+
     async def close_session(self, session_id) -> tuple[Call, ...]:
         return ()
 

@@ -33,8 +33,12 @@ class SeededGate:
     def exceeded(self, session_id) -> str | None:
         return None
 
+    def refused(self, session_id) -> str | None:
+        return None
+
     async def close_session(self, session_id) -> tuple[Call, ...]:
         seed = self.seeds[session_id]
+        assert seed is not None
         call = Call(
             id=f"{session_id}/0",
             session_id=session_id,

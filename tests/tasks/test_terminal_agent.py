@@ -8,6 +8,7 @@ from msgspec.structs import replace
 from openai import APIError, AuthenticationError
 
 from headrace.errors import UserError
+from headrace.rollout.reasons import FailureReason
 from headrace.rollout.types import Outcome
 from headrace.sandbox.types import CommandResult, EndReason, SandboxError
 from headrace.tasks.conversation import ClientPool
@@ -92,6 +93,18 @@ async def test_the_reference_solves_every_family_through_the_whole_loop(
         assert result.reason == ""
 
 
+async def test_reaching_for_the_verifier_is_reported_whatever_the_answer(
+    inert_provider, server, says, make_tasks
+):
+    tasks = make_tasks(inert_provider())
+    instance, expected = answer_instance(tasks)
+    scripted(server, says.command("cat /proc/1/environ"), says.text(expected))
+    result = await tasks.rollout(instance, endpoint_of(server))
+    assert result.failure is FailureReason.TAMPERING
+    assert result.reason.startswith("tampering: looks into a process")
+    assert len(result.detail["tampering"]) == 1
+
+
 async def test_requests_are_ordinary_chat_completions(inert_provider, server, says, make_tasks):
     provider = inert_provider()
     tasks = make_tasks(provider)
@@ -100,6 +113,7 @@ async def test_requests_are_ordinary_chat_completions(inert_provider, server, sa
     result = await tasks.rollout(instance, endpoint_of(server, temperature=0.7, max_tokens=33))
     assert result.outcome is Outcome.OK
     assert result.rewards == {"reward": 1.0, "answer": 1.0}
+    assert result.failure is None
     assert provider.opened[0].commands == result.detail["commands"] == ["wc -l < f"]
     assert provider.opened[0].closed
     first, second = server.requests
@@ -164,6 +178,7 @@ async def test_a_model_that_never_answers_fails(
     scripted(server, says.command("ls"))
     result = await tasks.rollout(answer_instance(tasks)[0], endpoint_of(server, max_turns=3))
     assert result.outcome is Outcome.AGENT_FAILED
+    assert result.failure is FailureReason.TURN_LIMIT
     assert result.rewards == {"reward": 0.0}
     assert len(server.requests) == (own_limit or 3)
     assert provider.opened[0].closed

@@ -204,6 +204,15 @@ class Gateway:
             return None
         return session.exceeded
 
+    def refused(self, session_id: str) -> str | None:
+        """What refused the last request to the model that learns, limit or not, as an error code;
+        None likewise.
+        """
+        try:
+            return self._sessions.get(session_id).refused
+        except KeyError:
+            return None
+
     async def close_session(self, session_id: str) -> tuple[Call, ...]:
         """End a session: its key stops working, requests in flight are aborted and recorded.
 

@@ -80,6 +80,8 @@ class Session:
         self.sampled_tokens = 0
         self.exceeded: str | None = None
         """Code of the limit that refused the last request; None after one that was let through."""
+        self.refused: str | None = None
+        """Code of whatever refused the last request, limits included; None likewise."""
         self.beside: dict[str, Session] = {}
         """What its other models do, by their names."""
         self.by_key: dict[str, Keyed] = {}
@@ -239,20 +241,22 @@ class Sessions:
                 401, "ambiguous_session", "the request shows keys of two sessions; send one"
             )
         if session.expires_at is not None and time.monotonic() >= session.expires_at:
-            session.exceeded = "session_expired"
+            session.exceeded = session.refused = "session_expired"
             raise ApiError(401, "session_expired", f"session {session.id} reached its time limit")
         return session
 
 
 @contextlib.contextmanager
 def noting_limits(session: Session | None) -> Iterator[None]:
-    """The session knows whether a limit ended the last request of the model that learns."""
+    """The session knows what refused the last request of the model that learns, if anything did,
+    and whether that was a limit."""
     code = None
     try:
         yield
     except ApiError as error:
-        code = error.code if error.code in LIMIT_WORDS else None
+        code = error.code
         raise
     finally:
         if session is not None:
-            session.exceeded = code
+            session.refused = code
+            session.exceeded = code if code in LIMIT_WORDS else None

@@ -7,7 +7,7 @@ thread once a second, so the loop that reports pays only for storing a number.
 import math
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
@@ -20,6 +20,7 @@ from rich.text import Text
 
 from headrace.observe.braille import bar, curve
 from headrace.observe.difficulty import difficulty_words
+from headrace.observe.fates import failure_metrics, failure_words
 from headrace.observe.live_tasks import task_table, task_words, tasks_in
 from headrace.observe.measurements import Measure, Measurement, measurement_of
 from headrace.observe.units import (
@@ -54,6 +55,7 @@ class _Stage:
         self.earlier = False
         self.step = 0
         self.skipped = 0.0
+        self.failures: Counter[str] = Counter()
         self.latest: dict[str, float] = {}
         self.curve: list[float] = []
 
@@ -171,6 +173,7 @@ class LiveView:
                 return
             target.step = step
             target.skipped += metrics.get("skipped", 0.0)
+            target.failures.update(failure_metrics(metrics))
             target.latest.update(metrics)
             value = metrics.get("reward_mean" if target.kind == "agentic_rl" else "loss")
             # A skipped step may have had a loss that is no number.
@@ -432,6 +435,8 @@ def _numbers(stage: _Stage, width: int) -> RenderableType:
         lines.append(words)
     if "replicas_serving" in m:
         lines.append(_replica_words(m))
+    if stage.failures:
+        lines.append(f"failed: {failure_words(stage.failures)}")
     parts: list[RenderableType] = [table, *(Text(line, overflow="fold") for line in lines)]
     if tasks_in(m):
         parts.append(task_table(m, bar_width // 2))
@@ -469,4 +474,6 @@ def _plain_numbers(stage: _Stage) -> list[str]:
         ("lr", "learning_rate", short),
     )
     parts += [f"{label} {write(m[key])}" for label, key, write in shown if key in m]
+    if stage.failures:
+        parts.append(f"failed {failure_words(stage.failures)}")
     return parts + task_words(m)

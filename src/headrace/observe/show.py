@@ -16,10 +16,16 @@ from rich.tree import Tree
 from headrace.errors import UserError
 from headrace.observe.calls import call_nodes
 from headrace.observe.conversation import conversation
-from headrace.observe.fates import fate_words, short_fate, version_words
+from headrace.observe.fates import (
+    failure_of,
+    fate_words,
+    short_fate,
+    version_words,
+)
 from headrace.observe.laws import laws_of
 from headrace.observe.measurements import Measure, aspects, latest, tabulate
 from headrace.observe.runs import Run, find_session, open_run
+from headrace.observe.show_failures import print_failures
 from headrace.observe.units import (
     after_words,
     count,
@@ -55,6 +61,7 @@ def show_run(run_dir: Path, console: Console) -> None:
         _print_measurements(run, console)
         _print_evaluations(run, console)
         _print_accounts(run, console)
+        print_failures(run, console)
         _print_laws(run, console)
         more = [f"headrace report {run.path}"]
         if run.has_rollouts:
@@ -85,7 +92,7 @@ def list_trajectories(run_dir: Path, console: Console, limit: int = LISTED) -> N
                 Text(session.id),
                 Text(session.stage if session.purpose == TRAIN else session.purpose),
                 Text(str(session.instance.get("family", "–"))),
-                Text("open" if session.outcome is None else session.outcome.value),
+                Text(_outcome(session)),
                 _reward(session),
                 count(session.tokens),
                 "–" if session.oldest_version is None else str(session.oldest_version),
@@ -349,6 +356,9 @@ def _print_session_head(summary: SessionSummary, session: Session, console: Cons
         f"{summary.tokens} tokens sampled",
         fate_words(summary),
     ]
+    failure = failure_of(summary)
+    if failure is not None and failure.value != summary.outcome:
+        verdict.insert(1, f"failed: {failure}")
     if summary.reason:
         verdict.insert(1, f"({printable(summary.reason)})")
     console.print(Text(" · ".join(verdict)), soft_wrap=True)
@@ -422,6 +432,13 @@ def _logprob_style(logprob: float) -> str:
     if logprob > -0.7:
         return "green"
     return "yellow" if logprob > -2.3 else "red"
+
+
+def _outcome(session: SessionSummary) -> str:
+    if session.outcome is None:
+        return "open"
+    failure = failure_of(session)
+    return session.outcome.value if failure is None else failure.value
 
 
 def _reward(session: SessionSummary) -> Text:

@@ -7,6 +7,7 @@ touches neither models nor processes.
 
 from headrace.recipe.curriculum import CurriculumTable, DynamicTable
 from headrace.recipe.ending import StageEvaluationTable, StopTable
+from headrace.recipe.failures import FailuresTable, TripwiresTable
 from headrace.recipe.loading import (
     apply_override,
     find_recipe,
@@ -66,6 +67,7 @@ __all__ = [
     "DynamicTable",
     "EngineTable",
     "EvaluationTable",
+    "FailuresTable",
     "GrpoObjective",
     "IcepopObjective",
     "LanguageStage",
@@ -89,6 +91,7 @@ __all__ = [
     "Table",
     "TaskRatio",
     "TaskTable",
+    "TripwiresTable",
     "TruncatedIsObjective",
     "UncorrectedObjective",
     "apply_override",

@@ -6,6 +6,7 @@ from pydantic import Field, model_validator
 
 from headrace.recipe.curriculum import CurriculumTable, DynamicTable
 from headrace.recipe.ending import StageEvaluationTable, StopTable
+from headrace.recipe.failures import FailuresTable, TripwiresTable
 from headrace.recipe.objectives import DistillationObjective, DoubleSidedObjective, Objective
 from headrace.recipe.sharing import RatiosTable, TaskRatio, check_ratios
 from headrace.recipe.suggestions import suggest
@@ -250,6 +251,10 @@ class AgenticRlStage(StageTable):
     """Which problems are attempted: [stages.curriculum]; without it all, in their own order."""
     dynamic: DynamicTable = DynamicTable()
     """How many groups a batch may cost: [stages.dynamic]."""
+    failures: FailuresTable = FailuresTable()
+    """What to do about failed rollouts: [stages.failures]."""
+    tripwires: TripwiresTable = TripwiresTable()
+    """What pauses the stage: [stages.tripwires]."""
     baseline: Literal["mean", "leave_one_out"] = "mean"
     """What a reward is compared with: the mean of its group, or of the others in it."""
     advantage_std: bool | None = None

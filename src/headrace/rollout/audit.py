@@ -21,6 +21,8 @@ from headrace.rollout.types import DropReason, Outcome, Segment, Session
 
 _LOGPROB_SLACK = 1e-4  # float32 log-softmax may round the logprob of a sure token above 0
 
+_NO_BASELINE = (DropReason.EXCLUDED, DropReason.RETRIED)  # rules took their rewards out of it
+
 
 class Finding(NamedTuple):
     """Whether a law held, and in one line what was looked at or where it broke."""
@@ -206,7 +208,7 @@ def _group_means(ledger: LedgerReader, stage: str) -> dict[str, tuple[float, flo
     """Mean of the scored rewards of each training group, and the rounding to allow for."""
     rewards: dict[str, list[float]] = {}
     for summary in ledger.sessions(stage=stage, purpose=TRAIN):
-        if summary.reward is not None:
+        if summary.reward is not None and summary.drop_reason not in _NO_BASELINE:
             rewards.setdefault(summary.group_id, []).append(summary.reward)
     return {
         group: (math.fsum(values) / len(values), 1e-9 * max(1.0, *map(abs, values)))

@@ -10,7 +10,9 @@ from collections.abc import Sequence
 
 import msgspec
 
+from headrace.rollout.failures import FailureRules, Rule, end_reason
 from headrace.rollout.naming import first_name
+from headrace.rollout.reasons import FailureReason
 from headrace.rollout.types import DropReason, Outcome
 
 
@@ -21,11 +23,13 @@ class ScoredRollout(msgspec.Struct, frozen=True):
         session_id: which rollout.
         outcome: how it ended.
         reward: total reward; a finite number when `outcome.scored`, else ignored.
+        failure: how it failed, if that was named.
     """
 
     session_id: str
     outcome: Outcome
     reward: float | None = None
+    failure: FailureReason | None = None
 
 
 class WeightedRollout(msgspec.Struct, frozen=True):
@@ -64,14 +68,17 @@ def advantages(
     group_size: int | None = None,
     leave_one_out: bool = False,
     normalise_std: bool = False,
+    rules: FailureRules | None = None,
 ) -> GroupDecision:
     """Decide a finished group.
 
-    1. Valid are the rollouts whose outcome is scored; the others leave with their own reason.
-    2. If at most half of `group_size` is valid, the group is dropped (GROUP_INVALID).
+    1. Valid are the rollouts whose outcome is scored, unless a rule says otherwise; the others
+       leave with their own reason. Those that a rule excludes make the group smaller, the others
+       are padded for.
+    2. If at most half of `group_size`, so reduced, is valid, the group is dropped (GROUP_INVALID).
     3. If all valid rewards are equal there is nothing to learn (NO_SIGNAL).
     4. Otherwise advantage = reward - mean of the valid rewards, and valid rollouts are repeated
-       until the multiplicities sum to `group_size`. Since more than half are valid none counts more
+       until the multiplicities sum to that size. Since more than half are valid none counts more
        than twice. Who repeats depends on session ids alone, neither on rewards nor on who finished
        first.
 
@@ -80,6 +87,7 @@ def advantages(
         group_size: how many rollouts the group was meant to have; default `len(group)`.
         leave_one_out: each rollout's baseline is the mean of the other valid ones (RLOO).
         normalise_std: divide by the population standard deviation of the valid rewards (GRPO).
+        rules: what to do about failed rollouts; None is the default of each reason.
 
     Raises:
         ValueError: empty group, repeated session id, group_size below len(group), or a scored
@@ -89,10 +97,12 @@ def advantages(
     """
     size = len(group) if group_size is None else group_size
     _check(group, size)
-    valid = [rollout for rollout in group if rollout.outcome.scored]
+    standing = {r.session_id: _rule(r, rules or FailureRules()) for r in group}
+    valid = [r for r in group if standing[r.session_id] is Rule.PENALISE]
     invalid = {
-        rollout.session_id: _unscored(rollout) for rollout in group if not rollout.outcome.scored
+        r.session_id: _left_out(r) for r in group if standing[r.session_id] is not Rule.PENALISE
     }
+    size -= sum(rule is Rule.EXCLUDE for rule in standing.values())
 
     def drop(reason: DropReason, baseline: float | None) -> GroupDecision:
         reasons = tuple((r.session_id, invalid.get(r.session_id, reason)) for r in group)
@@ -124,10 +134,14 @@ def advantages(
     return GroupDecision(members, tuple(invalid.items()), None, baseline)
 
 
-def judged(group: Sequence[ScoredRollout]) -> GroupDecision:
+def judged(group: Sequence[ScoredRollout], *, rules: FailureRules | None = None) -> GroupDecision:
     """Decide a finished group whose tokens a teacher will judge: every valid rollout trains.
 
     Rewards play no part, so there is no baseline, no advantage (0) and nothing to pad.
+
+    Args:
+        group: as for `advantages`.
+        rules: as for `advantages`.
 
     Raises:
         ValueError: empty group, or repeated session id.
@@ -135,16 +149,26 @@ def judged(group: Sequence[ScoredRollout]) -> GroupDecision:
     Source: GLM-5 (arXiv 2602.15763), section 3.5.
     """
     _check(group, len(group))
-    members = tuple(WeightedRollout(r.session_id, 0.0, 1) for r in group if r.outcome.scored)
-    dropped = tuple((r.session_id, _unscored(r)) for r in group if not r.outcome.scored)
+    counts = {r.session_id for r in group if _rule(r, rules or FailureRules()) is Rule.PENALISE}
+    members = tuple(WeightedRollout(r.session_id, 0.0, 1) for r in group if r.session_id in counts)
+    dropped = tuple((r.session_id, _left_out(r)) for r in group if r.session_id not in counts)
     return GroupDecision(members, dropped, None if members else DropReason.GROUP_INVALID, None)
 
 
-def _unscored(rollout: ScoredRollout) -> DropReason:
-    """Why a rollout without a score does not train."""
-    if rollout.outcome is Outcome.ENV_FAILED:
-        return DropReason.ENV_FAILED
-    return DropReason.CANCELLED
+def _rule(rollout: ScoredRollout, rules: FailureRules) -> Rule:
+    """What is done about a rollout that is not attempted again; PENALISE for all that count."""
+    reason = end_reason(rollout.outcome, rollout.failure)
+    if rollout.outcome.scored:
+        # Decided by what the record says, not by the rules alone: without a reward nothing counts.
+        return Rule.PENALISE if reason is None else rules.last_rule(reason)
+    rule = Rule.PAD if reason is None else rules.last_rule(reason)
+    return Rule.PAD if rule is Rule.PENALISE else rule
+
+
+def _left_out(rollout: ScoredRollout) -> DropReason:
+    if rollout.outcome.scored:
+        return DropReason.EXCLUDED
+    return DropReason.ENV_FAILED if rollout.outcome is Outcome.ENV_FAILED else DropReason.CANCELLED
 
 
 def _check(group: Sequence[ScoredRollout], size: int) -> None:

@@ -25,6 +25,7 @@ from headrace.rollout.evidence import encode_call, encode_json, encode_messages
 from headrace.rollout.groups import GroupDecision
 from headrace.rollout.progress import ProgressRecord
 from headrace.rollout.reading import ledger_file
+from headrace.rollout.reasons import FailureReason
 from headrace.rollout.records import (
     TRAIN,
     Batch,
@@ -99,6 +100,7 @@ class Ledger(ProgressRecord):
         instance: Mapping[str, Any],
         session_ids: Sequence[str],
         state: Mapping[str, Any] | None = None,
+        replaces: Sequence[str] = (),
     ) -> None:
         """Open sessions: a whole new group, or the missing members of one that lost some.
 
@@ -110,10 +112,12 @@ class Ledger(ProgressRecord):
             instance: JSON-compatible description of the instance.
             session_ids: new ids; for a new group their number is the group's size.
             state: values to `put_state` in the same transaction, e.g. the cursor that moved.
+            replaces: finished sessions that leave the group for these; they never train (RETRIED).
 
         Raises:
             ValueError: an id is known, the group differs from its first dispatch, is decided or
-                would outgrow its size, or the stage is finished.
+                would outgrow its size, the stage is finished, or one of `replaces` is no finished
+                member of this group.
         """
         if not session_ids:
             raise ValueError(f"dispatch of group {group_id} without sessions")
@@ -124,6 +128,7 @@ class Ledger(ProgressRecord):
         with self.transaction():
             if self._row("SELECT 1 FROM stages WHERE name = ? AND finished_at IS NOT NULL", stage):
                 raise ValueError(f"dispatch in stage {stage}, which is finished")
+            self._take_out(group_id, replaces)
             known = self._row(
                 "SELECT stage, purpose, task, instance, size, state, "
                 "(SELECT COUNT(*) FROM sessions WHERE group_id = groups.id AND replaced = 0) "
@@ -241,6 +246,7 @@ class Ledger(ProgressRecord):
         rewards: Mapping[str, float] | None = None,
         reason: str = "",
         detail: Mapping[str, Any] | None = None,
+        failure: FailureReason | None = None,
     ) -> None:
         """End an open session. ENV_FAILED and CANCELLED fix at once why it does not train (L6).
 
@@ -251,6 +257,7 @@ class Ledger(ProgressRecord):
                 components of unscored outcomes are kept but the total is not.
             reason: one line, for people.
             detail: JSON-compatible extras.
+            failure: how it failed, if it did.
 
         Raises:
             ValueError: unknown or finished session, or a scored outcome without a finite reward.
@@ -268,13 +275,15 @@ class Ledger(ProgressRecord):
                 raise ValueError(f"finish({outcome}) of session {session_id}, which is {state}")
             self._store.execute(
                 "UPDATE sessions SET outcome = ?, reward = ?, finished_at = ?, reason = ?, "
-                "rewards = ?, detail = ?, drop_reason = COALESCE(drop_reason, ?) WHERE key = ?",
+                "failure = ?, rewards = ?, detail = ?, drop_reason = COALESCE(drop_reason, ?) "
+                "WHERE key = ?",
                 (
                     outcome,
                     None if reward is None else float(reward),
                     self._clock(),
                     # Exception texts may hold file names that are not Unicode.
                     reason.encode("utf-8", "backslashreplace").decode(),
+                    failure,
                     encode_json(rewards),
                     encode_json(dict(detail or {})),
                     _unscored_reason(outcome),
@@ -282,6 +291,16 @@ class Ledger(ProgressRecord):
                 ),
             )
         self._messages.pop(row[0], None)
+
+    def _take_out(self, group_id: str, session_ids: Sequence[str]) -> None:
+        """Finished sessions leave an undecided group."""
+        for session_id in session_ids:
+            if not self._store.execute(
+                "UPDATE sessions SET replaced = 1, drop_reason = COALESCE(drop_reason, ?) WHERE "
+                "id = ? AND group_id = ? AND replaced = 0 AND outcome IS NOT NULL RETURNING 1",
+                (DropReason.RETRIED, session_id, group_id),
+            ):
+                raise ValueError(f"session {session_id} is no finished member of group {group_id}")
 
     def decide_group(self, group_id: str, decision: GroupDecision) -> None:
         """Keep the decision on a complete group: it trains, or it is dropped with all its sessions.

@@ -23,7 +23,7 @@ def session_name(group_id: str, member: int, attempt: int = 0) -> str:
     Args:
         group_id: of its group.
         member: its number in the group, >= 0.
-        attempt: how often a crash took it before.
+        attempt: how often it was attempted before: a crash took it, or it failed.
     """
     return f"{group_id}-{member:02d}{f'{_AGAIN}{attempt}' if attempt else ''}"
 
@@ -58,7 +58,22 @@ def missing_names(
     return [(m, session_name(group_id, m, attempts.count(name))) for m, name in missing]
 
 
-def rollout_seed(recipe_seed: int, group_id: str, member: int) -> int:
-    """The seed of everything that a rollout samples, in [0, 2^63)."""
-    text = f"{recipe_seed}/{group_id}/{member}"
+def next_attempt(session_id: str) -> tuple[int, str, int]:
+    """Number, session id and attempt of what takes a session's place in its group."""
+    name, _, before = session_id.partition(_AGAIN)
+    group_id, _, member = name.rpartition("-")
+    attempt = int(before or 0) + 1
+    return int(member), session_name(group_id, int(member), attempt), attempt
+
+
+def rollout_seed(recipe_seed: int, group_id: str, member: int, draw: int = 0) -> int:
+    """The seed of everything that a rollout samples, in [0, 2^63).
+
+    Args:
+        recipe_seed: of the run.
+        group_id: of its group.
+        member: its number in the group.
+        draw: other random numbers for the same place; for attempts that must not repeat another.
+    """
+    text = f"{recipe_seed}/{group_id}/{member}{f'/{draw}' if draw else ''}"
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1

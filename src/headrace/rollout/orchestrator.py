@@ -19,14 +19,23 @@ import msgspec
 from headrace.errors import UserError
 from headrace.rollout.curriculum import choices_key
 from headrace.rollout.cutting import BatchQueue, TrainingBatch
+from headrace.rollout.failures import FailureRules, reasons_of
 from headrace.rollout.groups import GroupDecision, ScoredRollout, advantages, judged
 from headrace.rollout.ledger import Ledger
 from headrace.rollout.mixing import TaskMix
-from headrace.rollout.naming import missing_names, place, rollout_seed, session_name
+from headrace.rollout.naming import (
+    missing_names,
+    next_attempt,
+    place,
+    rollout_seed,
+    session_name,
+)
 from headrace.rollout.overgeneration import Overgeneration, OvergenerationConfig
 from headrace.rollout.pausing import TaskPauses
 from headrace.rollout.ratios import AdaptiveRatios
+from headrace.rollout.reasons import FailureReason
 from headrace.rollout.records import TRAIN, Recovery, WaitingGroup
+from headrace.rollout.retrying import Retries
 from headrace.rollout.runner import FinishedRollout, RolloutRunner, Ticket
 from headrace.rollout.sharing import TaskSharing
 from headrace.rollout.types import DropReason, Outcome, Session
@@ -35,6 +44,8 @@ from headrace.tasks.types import TaskInstance, TaskUnavailable
 
 SETTLE_TIMEOUT_S = 3600.0
 """Longest wait for rollouts in flight to end; they have deadlines of their own."""
+_TOLD_BEFORE = (DropReason.ENV_FAILED, DropReason.CANCELLED)
+"""Why rollouts leave a group that were counted as failed when they ended."""
 
 
 class SourceConfig(msgspec.Struct, frozen=True):
@@ -51,6 +62,8 @@ class SourceConfig(msgspec.Struct, frozen=True):
     advantage_std: bool = False
     judged: bool = False
     """A teacher judges every token: rewards play no part, and every valid rollout trains."""
+    failures: FailureRules = FailureRules()
+    """What to do about failed rollouts."""
     mode: Literal["async", "one_step_off", "sync"] = "async"
     seed: int = 0
     """The recipe's; with a rollout's place it decides what the rollout samples."""
@@ -70,6 +83,7 @@ class RolloutSource:
         pauses: which tasks rest because their environment fails; by default with its defaults.
         ratios: adjusts the mix as groups are decided and train; None leaves it as it is.
         report: called with one line for people.
+        watch: is shown every finished rollout.
     """
 
     def __init__(
@@ -83,6 +97,7 @@ class RolloutSource:
         ratios: AdaptiveRatios | None = None,
         next_batch: int = 0,
         report: Callable[[str], None] = lambda _: None,
+        watch: Callable[[FinishedRollout], None] | None = None,
     ) -> None:
         self.config = config
         self.window = Window()
@@ -108,6 +123,8 @@ class RolloutSource:
         )
         self._generated = Overgeneration(config.dynamic, config.groups_per_batch)
         self._report = report
+        self._watch = watch
+        self._retries = Retries(config.failures)
         self._shrunk = False
         self._rollouts: dict[asyncio.Task[None], str] = {}
         self._room_changed = asyncio.Event()
@@ -210,7 +227,9 @@ class RolloutSource:
     async def _produce(self) -> None:
         while True:
             while self._redispatch and not self._publishing:
-                self._dispatch(*self._redispatch.popleft())
+                group_id, instance, names = self._redispatch.popleft()
+                attempts = self._ledger.retried(group_id)
+                self._dispatch(group_id, instance, names, attempts=attempts)
             while (held := self._held()) is None:
                 due = self.sharing.next_task(self.pauses.resting)
                 if due is None:
@@ -286,9 +305,20 @@ class RolloutSource:
         self._wake()
 
     def _dispatch(
-        self, group_id: str, instance: TaskInstance, names: list[tuple[int, str]]
+        self,
+        group_id: str,
+        instance: TaskInstance,
+        names: list[tuple[int, str]],
+        *,
+        replaces: str | None = None,
+        attempts: int = 0,
+        draw: int = 0,
     ) -> None:
-        """Start rollouts of a group, named by (number in the group, session id)."""
+        """Start rollouts of a group, named by (number in the group, session id).
+
+        One may take the place of a failed session; `attempts` were made of each before, and each
+        has the random numbers of its `draw`.
+        """
         tickets = [
             Ticket(
                 session_id=session_id,
@@ -297,7 +327,8 @@ class RolloutSource:
                 purpose=TRAIN,
                 instance=instance,
                 temperature=self.config.temperature,
-                seed=rollout_seed(self.config.seed, group_id, member),
+                seed=rollout_seed(self.config.seed, group_id, member, draw),
+                penalties=self.config.failures.penalties,
             )
             for member, session_id in names
         ]
@@ -309,8 +340,13 @@ class RolloutSource:
             msgspec.to_builtins(instance),
             [t.session_id for t in tickets],
             state=self._chosen(),
+            replaces=() if replaces is None else (replaces,),
         )
         for ticket in tickets:
+            if replaces is None:
+                self._retries.resume(ticket.session_id, attempts)
+            else:
+                self._retries.follow(replaces, ticket.session_id)
             task = asyncio.create_task(self._rollout(ticket), name=ticket.session_id)
             self._rollouts[task] = instance.task
             self.sharing.running[instance.task] += 1
@@ -325,14 +361,36 @@ class RolloutSource:
     async def _rollout(self, ticket: Ticket) -> None:
         finished = await self._runner.run(ticket)
         self._count(finished)
+        if self._retries.again(finished.session):
+            self._attempt_again(ticket, finished.session)
+            return
+        self._retries.forget(ticket.session_id)
         size, sessions = self._open[ticket.group_id]
         sessions[ticket.session_id] = finished.session
         if len(sessions) == size:
             del self._open[ticket.group_id]
             self._decide(ticket.group_id, sessions)
 
+    def _attempt_again(self, ticket: Ticket, failed: Session) -> None:
+        """Give a failed rollout's place to another session, from the same prompt."""
+        self.window.retried += 1
+        member, name, attempt = next_attempt(ticket.session_id)
+        # What its environment broke deserves the same luck. An agent that failed by itself would,
+        # with the same random numbers, do the same again.
+        own_fault = failed.failure is not None and failed.failure.may_be_penalised
+        self._dispatch(
+            ticket.group_id,
+            ticket.instance,
+            [(member, name)],
+            replaces=ticket.session_id,
+            draw=attempt if own_fault else 0,
+        )
+
     def _count(self, finished: FinishedRollout) -> None:
         session = finished.session
+        if self._watch is not None:
+            self._watch(finished)
+        self.window.failures.update(reasons_of(session.outcome, session.failure, None))
         self.window.count(session, finished.reward, finished.wall_s)
         if session.outcome is Outcome.ENV_FAILED:
             self.pauses.failed(session.task, session.reason)
@@ -352,6 +410,9 @@ class RolloutSource:
             self._save()
         self.window.groups += 1
         self.window.of(task).dropped += not decision.members
+        self.window.failures.update(
+            FailureReason(why.value) for _, why in decision.dropped if why not in _TOLD_BEFORE
+        )
         if decision.drop_reason is DropReason.NO_SIGNAL:
             self.window.dropped_no_signal += 1
         elif decision.drop_reason is DropReason.GROUP_INVALID:
@@ -391,7 +452,7 @@ class RolloutSource:
 
     def _decision(self, sessions: dict[str, Session]) -> GroupDecision:
         scored = [
-            ScoredRollout(s.id, s.outcome or Outcome.CANCELLED, s.rewards.get("reward"))
+            ScoredRollout(s.id, s.outcome or Outcome.CANCELLED, s.rewards.get("reward"), s.failure)
             # As dispatched, not as finished; see `BatchQueue.cut`.
             for s in sorted(sessions.values(), key=lambda session: place(session.id))
         ]
@@ -399,12 +460,13 @@ class RolloutSource:
 
     def _weighted(self, scored: Sequence[ScoredRollout], size: int) -> GroupDecision:
         if self.config.judged:
-            return judged(scored)
+            return judged(scored, rules=self.config.failures)
         return advantages(
             scored,
             group_size=size,
             leave_one_out=self.config.leave_one_out,
             normalise_std=self.config.advantage_std,
+            rules=self.config.failures,
         )
 
     def _requeue(self, waiting: WaitingGroup) -> None:
@@ -459,6 +521,7 @@ class RolloutSource:
         if not stale.trajectories:
             return
         self.window.dropped_stale += stale.trajectories
+        self.window.failures[FailureReason.STALE] += stale.trajectories
         for task, groups in stale.groups.items():
             self.window.of(task).dropped += groups
         self.sharing.lost(stale.groups)

@@ -4,14 +4,16 @@
 """
 
 import contextlib
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Self
 
 from headrace.errors import UserError
 from headrace.rollout.evidence import CallColumns, decode_call, decode_json, decode_spans
+from headrace.rollout.failures import reasons_of
 from headrace.rollout.groups import ScoredRollout
+from headrace.rollout.reasons import FailureReason
 from headrace.rollout.records import (
     TRAIN,
     Batch,
@@ -40,7 +42,7 @@ SESSION_SQL = """SELECT s.key, s.id, s.stage, s.purpose, g.task, g.instance, s.g
     s.dispatched_at, s.finished_at,
     (SELECT COUNT(*) FROM calls c WHERE c.session = s.key),
     (SELECT COALESCE(SUM(c.tokens), 0) FROM calls c WHERE c.session = s.key),
-    (SELECT MIN(c.oldest) FROM calls c WHERE c.session = s.key)
+    (SELECT MIN(c.oldest) FROM calls c WHERE c.session = s.key), s.failure
     FROM sessions s JOIN groups g ON g.id = s.group_id
     LEFT JOIN batch_members m ON m.session = s.key
     LEFT JOIN batches b ON b.stage = m.stage AND b.idx = m.batch"""
@@ -128,6 +130,7 @@ class LedgerReader:
             outcome=summary.outcome,
             reason=summary.reason,
             rewards=summary.rewards,
+            failure=summary.failure,
             calls=tuple(self._calls(row[0], session_id, late_calls)),
         )
 
@@ -200,18 +203,27 @@ class LedgerReader:
         Rollouts lost in a crash and replaced since are not members.
         """
         rows = self._store.execute(
-            "SELECT id, outcome, reward FROM sessions WHERE group_id = ? AND replaced = 0 "
-            "AND outcome IS NOT NULL ORDER BY key",
+            "SELECT id, outcome, reward, failure FROM sessions WHERE group_id = ? "
+            "AND replaced = 0 AND outcome IS NOT NULL ORDER BY key",
             (group_id,),
         )
         return tuple(
-            ScoredRollout(name, Outcome(outcome), reward) for name, outcome, reward in rows
+            ScoredRollout(name, Outcome(outcome), reward, failure_named(failure))
+            for name, outcome, reward, failure in rows
         )
 
     def attempts(self, group_id: str) -> int:
         """Sessions that were dispatched for the group so far, lost ones included."""
         ((count,),) = self._store.execute(
             "SELECT COUNT(*) FROM sessions WHERE group_id = ?", (group_id,)
+        )
+        return count
+
+    def retried(self, group_id: str) -> int:
+        """How many finished sessions of a group were attempted again by a rule of the recipe."""
+        ((count,),) = self._store.execute(
+            "SELECT COUNT(*) FROM sessions WHERE group_id = ? AND replaced = 1 AND outcome != ?",
+            (group_id, Outcome.CANCELLED),
         )
         return count
 
@@ -273,6 +285,35 @@ class LedgerReader:
             (stage,),
         )
         return {DropReason(name): count for name, count in rows}
+
+    def failure_counts(self, stage: str | None = None) -> dict[FailureReason, int]:
+        """Sessions by everything that keeps them from being clean samples, most frequent first.
+
+        A session may count twice: for how it ended, and for why it does not train. Sessions that
+        only lack some calls count for the reason of these.
+        """
+        counts: Counter[FailureReason] = Counter()
+        with self.snapshot():
+            for outcome, failure, dropped, number in self._store.execute(
+                "SELECT outcome, failure, drop_reason, COUNT(*) FROM sessions WHERE "
+                "(?1 IS NULL OR stage = ?1) AND (outcome != ?2 OR failure IS NOT NULL OR "
+                "drop_reason IS NOT NULL) GROUP BY 1, 2, 3",
+                (stage, Outcome.OK),
+            ):
+                for reason in reasons_of(
+                    None if outcome is None else Outcome(outcome),
+                    failure_named(failure),
+                    None if dropped is None else DropReason(dropped),
+                ):
+                    counts[reason] += number
+            for dropped, number in self._store.execute(
+                "SELECT c.drop_reason, COUNT(DISTINCT c.session) FROM calls c JOIN sessions s "
+                "ON s.key = c.session WHERE c.drop_reason IS NOT NULL AND s.drop_reason IS NOT "
+                "c.drop_reason AND (?1 IS NULL OR s.stage = ?1) GROUP BY 1",
+                (stage,),
+            ):
+                counts[FailureReason(dropped)] += number
+        return dict(counts.most_common())
 
     def fork_counts(self, stage: str | None = None) -> dict[str, int]:
         """Calls that started a new branch in their session, by reason."""
@@ -401,6 +442,14 @@ def ledger_file(path: Path) -> Path:
         raise UserError(f"{path} may not be read; check the permissions") from error
 
 
+def failure_named(name: str | None) -> FailureReason | None:
+    """A stored reason; None also for one that only a later version knows."""
+    try:
+        return None if name is None else FailureReason(name)
+    except ValueError:
+        return None
+
+
 def session_summary(row: tuple[Any, ...]) -> SessionSummary:
     """A session from a row of `SESSION_SQL`, whose first column is its key."""
     return SessionSummary(
@@ -424,4 +473,5 @@ def session_summary(row: tuple[Any, ...]) -> SessionSummary:
         calls=row[18],
         tokens=row[19],
         oldest_version=row[20],
+        failure=failure_named(row[21]),
     )

@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 
 from headrace.rollout.groups import ScoredRollout
+from headrace.rollout.reasons import FailureReason
 from headrace.rollout.types import DropReason, Outcome
 
 TRAIN = "train"
@@ -164,6 +165,8 @@ class SessionSummary(msgspec.Struct, frozen=True):
         advantage: in that batch.
         step: trainer step that trained it; None when not in the surviving weights.
         dispatched_at, finished_at: unix time, seconds.
+        failure: how it failed; None for one that did not, and in ledgers of earlier versions (see
+            `failures.end_reason`).
     """
 
     id: str
@@ -186,6 +189,7 @@ class SessionSummary(msgspec.Struct, frozen=True):
     step: int | None
     dispatched_at: float
     finished_at: float | None
+    failure: FailureReason | None = None
 
 
 class Conservation(msgspec.Struct, frozen=True):

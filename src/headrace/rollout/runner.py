@@ -9,11 +9,14 @@ import asyncio
 import logging
 import time
 from collections.abc import Mapping
-from typing import Protocol
+from typing import Any, Protocol
 
 import msgspec
 
+from headrace.rollout.diagnosis import exception_reason, last_words, named
+from headrace.rollout.failures import LIMIT_REASONS, REFUSAL_REASONS
 from headrace.rollout.ledger import Ledger
+from headrace.rollout.reasons import FailureReason
 from headrace.rollout.types import LIMIT_WORDS, Call, Outcome, Session, SessionLimits
 from headrace.tasks.results import problem_with
 from headrace.tasks.types import Endpoint, RolloutResult, TaskInstance, TaskService
@@ -42,6 +45,10 @@ class SessionGate(Protocol):
         """Which limit refused the last request of an open session, as an error code, or None."""
         ...
 
+    def refused(self, session_id: str) -> str | None:
+        """What refused the last request of an open session, limit or not, as an error code."""
+        ...
+
     async def close_session(self, session_id: str) -> tuple[Call, ...]:
         """Refuse further calls, abort running ones; returns all its calls. Safe to repeat."""
         ...
@@ -58,6 +65,8 @@ class Ticket(msgspec.Struct, frozen=True):
         instance: what to attempt.
         temperature: sampling temperature.
         seed: makes the session's sampling a function of this number; None leaves it to the engine.
+        penalties: rewards of rollouts that failed through the agent, by reason, instead of what
+            the task service gave.
     """
 
     session_id: str
@@ -67,13 +76,15 @@ class Ticket(msgspec.Struct, frozen=True):
     instance: TaskInstance
     temperature: float
     seed: int | None = None
+    penalties: Mapping[FailureReason, float] = {}
 
 
 class FinishedRollout(msgspec.Struct, frozen=True):
-    """A closed session with its evidence, and how long it took (seconds)."""
+    """A closed session with its evidence, how long it took (seconds), and the service's extras."""
 
     session: Session
     wall_s: float
+    detail: dict[str, Any] = {}
 
     @property
     def reward(self) -> float | None:
@@ -154,7 +165,7 @@ class RolloutRunner:
         finally:
             self.in_flight -= 1
         session = await self._close(ticket, result)
-        return FinishedRollout(session, time.monotonic() - started)
+        return FinishedRollout(session, time.monotonic() - started, result.detail)
 
     async def _attempt(self, ticket: Ticket, endpoint: Endpoint) -> RolloutResult:
         """The task service's result, or what its failure amounts to."""
@@ -169,37 +180,61 @@ class RolloutRunner:
                 return RolloutResult(
                     Outcome.ENV_FAILED,
                     reason=f"task service hung: no result {grace_s:.0f} s after its own timeout",
+                    failure=FailureReason.TASK_HUNG,
                 )
             # Whatever a task service raises hurts only its own rollout.
             logger.warning("rollout %s failed", ticket.session_id, exc_info=True)
             failure = f"{type(error).__name__}: {str(error)[:200]}"
-            return self._limited(ticket, RolloutResult(Outcome.ENV_FAILED, reason=failure))
+            return self._refused(
+                ticket,
+                RolloutResult(Outcome.ENV_FAILED, reason=failure, failure=exception_reason(error)),
+            )
         problem = problem_with(result)
         if problem is not None:
             return RolloutResult(
-                Outcome.ENV_FAILED, reason=f"the task service's result cannot be: {problem}"
+                Outcome.ENV_FAILED,
+                reason=f"the task service's result cannot be: {problem}",
+                failure=FailureReason.TASK_LIED,
             )
         if result.outcome is Outcome.ENV_FAILED:
-            return self._limited(ticket, result)
+            return self._refused(ticket, result)
         return result
 
-    def _limited(self, ticket: Ticket, failed: RolloutResult) -> RolloutResult:
+    def _refused(self, ticket: Ticket, failed: RolloutResult) -> RolloutResult:
         """A rollout whose last request was refused by a limit of its session failed through its
-        agent, which used too much, and not through its environment, which could not go on.
+        agent, which used too much, and not through its environment, which could not go on. Another
+        refusal explains an environment failure that has no better name.
         """
         code = self._gate.exceeded(ticket.session_id)
         if code is None:
-            return failed
+            return self._explained(ticket, failed)
         outcome = Outcome.TIMEOUT if code == "session_expired" else Outcome.AGENT_FAILED
         reason = f"session limit ({code}): {LIMIT_WORDS.get(code, code)}; then {failed.reason}"
-        return RolloutResult(outcome, {"reward": 0.0}, reason[:400], failed.detail)
+        return RolloutResult(
+            outcome, {"reward": 0.0}, reason[:400], failed.detail, LIMIT_REASONS.get(code)
+        )
+
+    def _explained(self, ticket: Ticket, failed: RolloutResult) -> RolloutResult:
+        code = self._gate.refused(ticket.session_id)
+        if code is None or failed.failure not in (None, FailureReason.TASK_RAISED):
+            return failed
+        reason = REFUSAL_REASONS.get(code, FailureReason.PROTOCOL_MISUSE)
+        return msgspec.structs.replace(failed, failure=reason)
 
     async def _close(self, ticket: Ticket, result: RolloutResult) -> Session:
         """Close the session everywhere and return its evidence."""
         calls = await self._gate.close_session(ticket.session_id)
+        result = named(last_words(result, calls))
         rewards = dict(result.rewards) if result.outcome.scored else {}
+        if result.failure is not None and result.failure in ticket.penalties:
+            rewards["reward"] = ticket.penalties[result.failure]
         self._ledger.finish(
-            ticket.session_id, result.outcome, rewards, result.reason, result.detail
+            ticket.session_id,
+            result.outcome,
+            rewards,
+            result.reason,
+            result.detail,
+            result.failure,
         )
         return Session(
             id=ticket.session_id,
@@ -212,4 +247,5 @@ class RolloutRunner:
             reason=result.reason,
             rewards=rewards,
             calls=calls,
+            failure=result.failure,
         )

@@ -15,7 +15,8 @@ from typing import Any
 from headrace.errors import UserError
 
 APPLICATION_ID = 0x48524C47  # "HRLG", in the file's header
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
+"""1: sessions had no `failure`. Readers see it as NULL; a resume adds it."""
 BUSY_TIMEOUT_S = 5.0
 
 # Blobs come last in their row, so that scans over the small columns skip the overflow pages.
@@ -35,7 +36,7 @@ _SCHEMA = (
         REFERENCES groups(id), stage TEXT NOT NULL, purpose TEXT NOT NULL, outcome TEXT,
         reward REAL, drop_reason TEXT, drop_batch INTEGER, replaced INTEGER NOT NULL DEFAULT 0,
         dispatched_at REAL NOT NULL, finished_at REAL, reason TEXT NOT NULL DEFAULT '',
-        rewards BLOB, detail BLOB) STRICT""",
+        failure TEXT, rewards BLOB, detail BLOB) STRICT""",
     "CREATE INDEX sessions_by_group ON sessions(group_id)",
     "CREATE INDEX sessions_by_stage ON sessions(stage, purpose, outcome)",
     "CREATE TABLE tools (key INTEGER PRIMARY KEY, body BLOB NOT NULL UNIQUE) STRICT",
@@ -118,11 +119,13 @@ class Store:
         store = cls._open_writer(path)
         with store._closing_on_error():
             if store._has_tables():
-                store._check_identity()
+                version = store._check_identity()
                 problems = store.execute("PRAGMA quick_check(1)")
                 if problems != [("ok",)]:
                     first = " ".join(str(problems[0][0]).split())
                     raise UserError(f"ledger {path} is damaged ({first:.200}); {_MEND}")
+                if version < SCHEMA_VERSION:
+                    store._upgrade()
             else:  # killed between making the file and making its tables
                 store._make_schema()
         return store
@@ -158,7 +161,11 @@ class Store:
             with store._closing_on_error():
                 if not store._has_tables():
                     raise UserError(f"ledger {path} is empty: its run ended before it began")
-                store._check_identity()
+                if store._check_identity() < SCHEMA_VERSION:
+                    # A name of this connection hides the table's; nothing is written to the file.
+                    store.execute(
+                        "CREATE TEMP VIEW sessions AS SELECT *, NULL AS failure FROM main.sessions"
+                    )
             return store
         raise AssertionError("unreachable: the last attempt returns or raises")
 
@@ -202,18 +209,30 @@ class Store:
             self.execute(f"PRAGMA application_id = {APPLICATION_ID}")
             self.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
 
-    def _check_identity(self, *, fresh_ok: bool = False) -> None:
+    def _upgrade(self) -> None:
+        """Bring a ledger of an earlier version up to date."""
+        with self.transaction():
+            self.execute("ALTER TABLE sessions ADD COLUMN failure TEXT")
+            self.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
+
+    def _check_identity(self, *, fresh_ok: bool = False) -> int:
+        """The file's schema version.
+
+        Raises:
+            UserError: it is no ledger, or a newer one.
+        """
         ((application,),) = self.execute("PRAGMA application_id")
         ((version,),) = self.execute("PRAGMA user_version")
         if fresh_ok and application == 0 and not self._has_tables():
-            return
+            return version
         if application != APPLICATION_ID:
             raise UserError(f"{self.path} is an SQLite file but not a headrace ledger; {_MEND}")
-        if version != SCHEMA_VERSION:
+        if not 1 <= version <= SCHEMA_VERSION:
             raise UserError(
-                f"ledger {self.path} has schema {version}, this headrace reads {SCHEMA_VERSION}; "
-                "use the headrace version that wrote it"
+                f"ledger {self.path} has schema {version}, this headrace reads up to "
+                f"{SCHEMA_VERSION}; use the headrace version that wrote it"
             )
+        return version
 
     def execute(self, sql: str, parameters: Sequence[Any] = ()) -> list[tuple[Any, ...]]:
         """Run one statement and return all its rows.

@@ -10,6 +10,8 @@ from typing import Any
 
 import msgspec
 
+from headrace.rollout.reasons import FailureReason
+
 
 class FinishReason(StrEnum):
     """Why an engine stopped sampling."""
@@ -67,6 +69,10 @@ class DropReason(StrEnum):
     """Every valid rollout of the group has the same reward, so every advantage is zero."""
     GROUP_INVALID = "group_invalid"
     """At most half of the group was valid (paper section 4.1)."""
+    EXCLUDED = "excluded"
+    """It has a reward, and a rule of the recipe leaves rollouts that failed like it out."""
+    RETRIED = "retried"
+    """It has a reward, and a rule of the recipe had its place in the group attempted again."""
     FORKED = "forked"
     """The call lies on a branch that is not trained."""
     STAGE_ENDED = "stage_ended"
@@ -176,6 +182,7 @@ class Session(msgspec.Struct, frozen=True):
         reason: free text beside the outcome (exception, limit ...).
         rewards: reward components by name; the total is under "reward".
         calls: in index order.
+        failure: how it failed; None for one that did not.
     """
 
     id: str
@@ -188,6 +195,7 @@ class Session(msgspec.Struct, frozen=True):
     reason: str = ""
     rewards: dict[str, float] = {}
     calls: tuple[Call, ...] = ()
+    failure: FailureReason | None = None
 
     @property
     def policy_calls(self) -> tuple[Call, ...]:

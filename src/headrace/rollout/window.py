@@ -4,12 +4,13 @@ Numbers only; who logs them and how often is not known here.
 """
 
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from enum import StrEnum
 
 import msgspec
 
+from headrace.rollout.reasons import FailureReason
 from headrace.rollout.types import Outcome, Session
 
 _MOST_TIMES = 4096
@@ -104,6 +105,10 @@ class Window(msgspec.Struct):
     """Batches with fewer groups than they should have, as others would have cost too much."""
     held: dict[Hold, float] = msgspec.field(default_factory=dict)
     """Seconds for which nothing was dispatched, by reason."""
+    retried: int = 0
+    """Rollouts whose place was given to another session."""
+    failures: Counter[FailureReason] = msgspec.field(default_factory=Counter)
+    """Rollouts by everything that keeps them from being clean samples."""
     tasks: dict[str, TaskCounts] = msgspec.field(default_factory=dict)
 
     def of(self, task: str) -> TaskCounts:

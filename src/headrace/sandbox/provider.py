@@ -23,7 +23,14 @@ from headrace.errors import UserError
 from headrace.sandbox import protocol
 from headrace.sandbox.isolation import UNPRIVILEGED_UID, limits_script
 from headrace.sandbox.server import LONGEST_WAIT_S
-from headrace.sandbox.types import CommandResult, EndReason, FileEntry, Limits, SandboxError
+from headrace.sandbox.types import (
+    CommandResult,
+    EndReason,
+    FileEntry,
+    Limits,
+    SandboxError,
+    SandboxStartError,
+)
 from headrace.sandbox.workfolder import MOST_NAME_BYTES, check_path
 
 KINDS = ("bwrap", "unshare")
@@ -318,7 +325,10 @@ class ServerProvider:
             SandboxError: none can be made, `files` exceed the limits, or the provider is closed.
         """
         encoded = _encode_files(files, self.limits)
-        connection = await self._connect()
+        try:
+            connection = await self._connect()
+        except SandboxError as error:
+            raise SandboxStartError(str(error)) from error
         self._last_number += 1
         number = self._last_number
         request_id = connection.next_id()
@@ -328,6 +338,8 @@ class ServerProvider:
         except asyncio.CancelledError:
             connection.send(protocol.Close(connection.next_id(), number))
             raise
+        except SandboxError as error:
+            raise SandboxStartError(str(error)) from error
         return ServerSandbox(connection, number, self.limits)
 
     async def close(self) -> None:

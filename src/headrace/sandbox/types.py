@@ -63,6 +63,10 @@ class SandboxError(Exception):
     """The sandbox itself failed: an environment failure, never the agent's (law L6)."""
 
 
+class SandboxStartError(SandboxError):
+    """No sandbox could be made."""
+
+
 class Sandbox(Protocol):
     """One private work folder (/work, also the working directory) and /tmp."""
 

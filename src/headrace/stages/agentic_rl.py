@@ -30,6 +30,7 @@ from headrace.stages.held_out import hold_out
 from headrace.stages.publishing import Publisher, open_transport
 from headrace.stages.rl_observer import RlObserver, seconds_key
 from headrace.stages.trainers import open_trainer
+from headrace.stages.tripping import StageTripwires, Tripped
 from headrace.system import System, open_side_system
 from headrace.tasks.types import TaskService
 from headrace.training import rl
@@ -51,7 +52,8 @@ async def run_agentic_rl(
     assert system is not None  # whoever runs this stage opened it
     recovery = ledger.recover(stage.name, usable=lambda p: Path(p).is_dir())
     begin = Path(recovery.checkpoint) if recovery.checkpoint else source
-    rollouts = await _open_source(context, stage, system)
+    wires = StageTripwires(ledger, stage, context.message)
+    rollouts = await _open_source(context, stage, system, wires)
     rollouts.resume(recovery)
     beside = _evaluation_beside(context, stage, system)
     async with (
@@ -90,7 +92,13 @@ async def run_agentic_rl(
             worker=worker,
             engine=system.engine,
             progress=progress,
+            wires=wires,
         )
+        tripped: Tripped | None = None
+
+        async def report(update: rl.Update) -> None:
+            await observer.report(update)
+            wires.check(update.step)
 
         def stop() -> str | None:
             publisher.check()
@@ -109,16 +117,20 @@ async def run_agentic_rl(
                 trainer=worker,
                 publish=publisher.publish,
                 committed=lambda index, step: ledger.commit_batch(stage.name, index, step),
-                report=observer.report,
+                report=report,
                 progress=progress,
                 stop=stop,
             )
+        except Tripped as found:
+            tripped = found  # what was trained so far is saved first
         finally:
             await rollouts.stop()
         await publisher.finish()
         if ledger.publications(stage.name)[-1].step < progress.step:
             await publisher.publish(progress)
             await publisher.finish()
+        if tripped is not None:
+            raise tripped
         best = await _measured_to_the_end(context, stage, beside)
         await publisher.prune()
         if best is None:
@@ -129,7 +141,7 @@ async def run_agentic_rl(
 
 
 async def _open_source(
-    context: StageContext, stage: AgenticRlStage, system: System
+    context: StageContext, stage: AgenticRlStage, system: System, wires: StageTripwires
 ) -> RolloutSource:
     ledger = context.ledger
     mix = TaskMix(
@@ -163,6 +175,7 @@ async def _open_source(
             leave_one_out=stage.baseline == "leave_one_out",
             advantage_std=stage.divides_by_std,
             judged=isinstance(stage.objective, DistillationObjective),
+            failures=stage.failures.rules,
             mode=stage.mode,
             seed=context.recipe.seed,
             ready_batches=stage.ready_batches,
@@ -175,6 +188,7 @@ async def _open_source(
         pauses=TaskPauses(mix.ratios, give_up_s=stage.give_up_s, report=context.message),
         ratios=_ratios(context, stage),
         report=context.message,
+        watch=wires.see,
     )
 
 

@@ -15,6 +15,7 @@ from headrace.rollout.window import Hold, Window
 from headrace.stages.context import StageContext
 from headrace.stages.task_metrics import task_metrics
 from headrace.stages.trainers import TrainerGroup
+from headrace.stages.tripping import StageTripwires
 from headrace.tasks.types import TaskService
 from headrace.training import rl
 
@@ -31,6 +32,7 @@ class RlObserver:
         worker: TrainerGroup,
         engine: PolicyEngine,
         progress: rl.Progress,
+        wires: StageTripwires,
     ) -> None:
         self.context = context
         self.stage = stage
@@ -38,6 +40,7 @@ class RlObserver:
         self.worker = worker
         self.system_engine = engine
         self.progress = progress
+        self.wires = wires
         self.last = time.monotonic()
         self.engine: dict[str, float] = {}
         self.trainer_busy = 0.0
@@ -71,6 +74,8 @@ class RlObserver:
             "dropped_stale": float(window.dropped_stale),
             "dropped_no_signal": float(window.dropped_no_signal),
             "env_failed": float(window.env_failed),
+            "retried": float(window.retried),
+            **{f"failed.{reason}": float(n) for reason, n in window.failures.items()},
             "rollouts_per_s": window.finished / seconds,
         }
         if not first:
@@ -78,6 +83,7 @@ class RlObserver:
             metrics["engine_busy"] = min(1.0, busy / seconds / engines)
             metrics["gen_tokens_per_s"] = sampled / seconds
         metrics |= _replica_metrics(engine)
+        metrics |= self.wires.measures()
         metrics |= task_metrics(self.source.sharing, window, seconds)
         metrics |= _failure_metrics(self.source, window, self.context.tasks)
         if window.scored:

@@ -16,6 +16,7 @@ from openai import (
     DefaultAsyncHttpxClient,
 )
 
+from headrace.rollout.reasons import FailureReason
 from headrace.tasks.types import Endpoint
 
 _MAX_CLIENTS = 16
@@ -24,7 +25,11 @@ _IDLE_CONNECTIONS = 32
 
 
 class AgentFailure(Exception):
-    """The agent's own fault: it ran out of turns or of context."""
+    """The agent's own fault: it ran out of turns or of context; `reason` says of which."""
+
+    def __init__(self, reason: FailureReason, message: str) -> None:
+        super().__init__(message)
+        self.reason = reason
 
 
 class ClientPool:
@@ -102,6 +107,8 @@ async def complete(
         )
     except BadRequestError as error:
         if error.code == "context_length_exceeded" or "context length" in str(error):
-            raise AgentFailure("the conversation no longer fits the model's context") from error
+            raise AgentFailure(
+                FailureReason.SESSION_CONTEXT, "the conversation no longer fits the model's context"
+            ) from error
         raise
     return completion.choices[0].message

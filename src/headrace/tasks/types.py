@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import msgspec
 
 from headrace.errors import UserError
+from headrace.rollout.reasons import FailureReason
 from headrace.rollout.types import Outcome
 
 
@@ -58,12 +59,15 @@ class RolloutResult(msgspec.Struct, frozen=True):
         rewards: components by name; "reward" is the total in [0, 1], present when outcome.scored.
         reason: one line, for people.
         detail: JSON-compatible extras for the report (e.g. commands run, expected answer).
+        failure: how the rollout failed, where the service knows; also beside an OK that earned
+            nothing (e.g. NO_ANSWER). TAMPERING takes the reward away.
     """
 
     outcome: Outcome
     rewards: dict[str, float] = {}
     reason: str = ""
     detail: dict[str, Any] = {}
+    failure: FailureReason | None = None
 
 
 class Demonstration(msgspec.Struct, frozen=True):
@@ -131,6 +135,7 @@ class TaskService(Protocol):
     async def rollout(self, instance: TaskInstance, endpoint: Endpoint) -> RolloutResult:
         """Attempt `instance` with the model at `endpoint` and score it.
 
-        Exceptions other than CancelledError are environment failures, decided by the caller.
+        Exceptions other than CancelledError are environment failures, decided by the caller;
+        `rollout.failures.WorkerDied` and `sandbox.types.SandboxError` are told apart from others.
         """
         ...

@@ -12,6 +12,7 @@ from typing import Any
 from headrace.observe.charts import thin
 from headrace.observe.dashboard.overview import evaluations
 from headrace.observe.difficulty import pass_rate_labels
+from headrace.observe.fates import rule_words, rules_of
 from headrace.observe.metrics import MetricRow
 from headrace.observe.runs import Run
 from headrace.observe.statistics import mean_interval
@@ -104,10 +105,13 @@ def failures(run: Run) -> dict[str, Any]:
     """How rollouts ended, why tokens do not train, where histories forked; with counts."""
     ledger = run.ledger
     if not isinstance(ledger, BrowsingReader):
-        return {"outcomes": {}, "ends": [], "drops": {}, "tokens": {}, "forks": {}}
+        return {
+            "outcomes": {}, "ends": [], "reasons": [], "drops": {}, "tokens": {}, "forks": {}
+        }  # fmt: skip
     with ledger.snapshot():
         return {
             "outcomes": ledger.outcome_counts(),
+            "reasons": _reasons(run, ledger),
             "ends": [
                 {
                     "stage": f.stage,
@@ -123,6 +127,26 @@ def failures(run: Run) -> dict[str, Any]:
             "tokens": {r.value: n for r, n in ledger.conservation().dropped.items()},
             "forks": ledger.fork_counts(),
         }
+
+
+def _reasons(run: Run, ledger: BrowsingReader) -> list[dict[str, Any]]:
+    """Rollouts that are no clean samples, by RL stage and reason, most frequent first."""
+    found: list[dict[str, Any]] = []
+    for stage in run.recipe.get("stages") or ():
+        if stage.get("kind") != "agentic_rl":
+            continue
+        name, rules = str(stage["name"]), rules_of(stage)
+        for reason, number in ledger.failure_counts(name).items():
+            found.append(
+                {
+                    "stage": name,
+                    "reason": reason.value,
+                    "whose": reason.fault.value,
+                    "count": number,
+                    "rule": rule_words(reason, rules),
+                }
+            )
+    return found
 
 
 def _rewards(run: Run) -> list[dict[str, Any]]:

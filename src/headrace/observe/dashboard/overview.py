@@ -11,6 +11,7 @@ from headrace.observe.dashboard.timeline import sides
 from headrace.observe.laws import LAWS, laws_of
 from headrace.observe.runs import Comparison, Run
 from headrace.observe.units import label_of, stage_of
+from headrace.rollout.trips import paused, tripped
 
 SILENT_S = 120.0
 """Seconds without a write after which a run that says "running" may have died."""
@@ -70,6 +71,7 @@ def overview(run: Run, last_change: float | None) -> dict[str, Any]:
             for law, held, detail in laws_of(run.summary)
         ],
         "problem": run.missing_rollouts,
+        "paused": _pause(run),
     }
 
 
@@ -116,6 +118,12 @@ def _stage(run: Run, stage: dict[str, Any]) -> dict[str, Any]:
         "sides": sides(rows),
         "newest": {key: newest[key] for key in _NEWEST if key in newest},
     }
+
+
+def _pause(run: Run) -> str:
+    """What the run waits for; "" when it waits for nobody."""
+    trip = None if run.ledger is None else tripped(run.ledger)
+    return "" if trip is None else f"Run {paused(trip, run.path)}"
 
 
 def _tokens(run: Run) -> dict[str, Any] | None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from headrace.observe.calls import call_nodes
 from headrace.observe.conversation import conversation
-from headrace.observe.fates import fate_words, short_fate
+from headrace.observe.fates import failure_of, fate_words, short_fate
 from headrace.observe.units import readable
 from headrace.observe.vocabulary import Vocabulary
 from headrace.rollout.browsing import CallFate
@@ -35,6 +35,7 @@ def row(summary: SessionSummary) -> dict[str, Any]:
         "family": readable(str(summary.instance.get("family", "")))[:80],
         "group": summary.group_id,
         "outcome": "open" if summary.outcome is None else summary.outcome.value,
+        "failure": None if (failure := failure_of(summary)) is None else failure.value,
         "reason": readable(summary.reason)[:200],
         "reward": summary.reward,
         "tokens": summary.tokens,

@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 from openai import AsyncOpenAI
 
+from headrace.rollout.reasons import FailureReason
 from headrace.sandbox.types import EndReason, Sandbox, SandboxError
 from headrace.tasks.conversation import AgentFailure, complete
 from headrace.tasks.types import Endpoint
@@ -127,7 +128,7 @@ async def run_agent(
         for call in calls:
             text = await _run_call(call, sandbox, transcript, limits)
             messages.append({"role": "tool", "tool_call_id": call.id, "content": text})
-    raise AgentFailure(f"no answer within {endpoint.max_turns} turns")
+    raise AgentFailure(FailureReason.TURN_LIMIT, f"no answer within {endpoint.max_turns} turns")
 
 
 async def _run_call(call: Any, sandbox: Sandbox, transcript: Transcript, limits: ToolLimits) -> str:

@@ -15,12 +15,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from headrace.rollout.failures import WorkerDied
+
 _START_S = 120.0
 _PROGRAM = Path(__file__).with_name("worker.py")
 _READ = 1 << 16
 
 
-class WorkerLost(Exception):
+class WorkerLost(WorkerDied):
     """The worker died or did not answer in time."""
 
 

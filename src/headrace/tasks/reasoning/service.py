@@ -13,7 +13,9 @@ import msgspec
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from headrace.errors import UserError
+from headrace.rollout.reasons import FailureReason
 from headrace.rollout.types import Outcome
+from headrace.sandbox.tampering import command_signs
 from headrace.sandbox.types import SandboxProvider
 from headrace.tasks.conversation import AgentFailure, ClientPool
 from headrace.tasks.reasoning.agent import (
@@ -177,7 +179,7 @@ class ReasoningTasks:
         limit = min(endpoint.max_turns, turns)
         endpoint = msgspec.structs.replace(endpoint, max_turns=limit)
         transcript = Transcript()
-        outcome, reason = Outcome.OK, ""
+        outcome, reason, failure = Outcome.OK, "", None
         sandbox = await self._require_provider().open({}) if self.options.python_tool else None
         deadline = asyncio.timeout(endpoint.timeout_s)
         try:
@@ -190,12 +192,14 @@ class ReasoningTasks:
                     transcript,
                     self._tool,
                 )
-        except AgentFailure as failure:
-            outcome, reason = Outcome.AGENT_FAILED, str(failure)
+        except AgentFailure as fault:
+            outcome, reason = Outcome.AGENT_FAILED, str(fault)
+            failure = fault.reason
         except TimeoutError:
             if not deadline.expired():
                 raise
             outcome, reason = Outcome.TIMEOUT, f"no answer within {endpoint.timeout_s:g} s"
+            failure = FailureReason.SESSION_TIME
         finally:
             if sandbox is not None:
                 await sandbox.close()
@@ -212,7 +216,9 @@ class ReasoningTasks:
             }
             if rewards["reward"] < 1.0:
                 reason = verdict.reason or f"answered {(answer or '')[:60]!r}"
-        detail = {
+            if answer is None:
+                failure = FailureReason.NO_ANSWER
+        detail: dict[str, Any] = {
             "instruction": problem.question,
             "programs": [_encodable(program) for program in transcript.programs],
             "answer": None if answer is None else _encodable(answer),
@@ -220,7 +226,11 @@ class ReasoningTasks:
             "turns": transcript.turns,
             "tool_errors": transcript.tool_errors,
         }
-        return RolloutResult(outcome, rewards, _encodable(reason), detail)
+        signs = command_signs(transcript.programs, known=problem.question)
+        if signs:
+            failure, reason = FailureReason.TAMPERING, f"tampering: {signs[0]}"
+            detail["tampering"] = [_encodable(sign) for sign in signs]
+        return RolloutResult(outcome, rewards, _encodable(reason), detail, failure)
 
     async def demonstrations(self, count: int, seed: int, quality: float) -> list[Demonstration]:
         """Scripted conversations for a warm start, on training problems that RL does not use.

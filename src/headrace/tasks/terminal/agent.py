@@ -11,6 +11,7 @@ from typing import Any
 
 from openai import AsyncOpenAI
 
+from headrace.rollout.reasons import FailureReason
 from headrace.sandbox.types import CommandResult, EndReason, Sandbox
 from headrace.tasks.conversation import AgentFailure, complete
 from headrace.tasks.types import Endpoint
@@ -134,7 +135,7 @@ async def run_agent(
             else:
                 text = await _run_call(call, sandbox, transcript, output_limit, next_latency)
             messages.append({"role": "tool", "tool_call_id": call.id, "content": text})
-    raise AgentFailure(f"no answer within {endpoint.max_turns} turns")
+    raise AgentFailure(FailureReason.TURN_LIMIT, f"no answer within {endpoint.max_turns} turns")
 
 
 async def _run_call(

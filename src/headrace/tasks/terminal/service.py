@@ -15,7 +15,9 @@ import msgspec
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from headrace.errors import UserError
+from headrace.rollout.reasons import FailureReason
 from headrace.rollout.types import Outcome
+from headrace.sandbox.tampering import command_signs, folder_signs
 from headrace.sandbox.types import SandboxProvider
 from headrace.tasks.conversation import AgentFailure, ClientPool
 from headrace.tasks.terminal.agent import Transcript, run_agent
@@ -162,7 +164,7 @@ class TerminalTasks:
         transcript = Transcript()
         sandbox = await self._require_provider().open(problem.files)
         try:
-            outcome, reason = Outcome.OK, ""
+            outcome, reason, failure = Outcome.OK, "", None
             deadline = asyncio.timeout(endpoint.timeout_s)
             try:
                 async with deadline:
@@ -175,15 +177,22 @@ class TerminalTasks:
                         output_limit=self.options.output_chars,
                         next_latency=self._latency_of(instance),
                     )
-            except AgentFailure as failure:
-                outcome, reason = Outcome.AGENT_FAILED, str(failure)
+            except AgentFailure as fault:
+                outcome, reason = Outcome.AGENT_FAILED, str(fault)
+                failure = fault.reason
             except TimeoutError:
                 if not deadline.expired():
                     raise
                 outcome, reason = Outcome.TIMEOUT, f"no answer within {endpoint.timeout_s:g} s"
+                failure = FailureReason.SESSION_TIME
             rewards = {"reward": 0.0}
+            signs = command_signs(
+                transcript.commands, known=f"{problem.instruction} {' '.join(problem.files)}"
+            )
             if outcome is Outcome.OK:
                 goal, answer = problem.goal, transcript.answer or ""
+                if not answer.strip():
+                    failure = FailureReason.NO_ANSWER
                 if isinstance(goal, AnswerGoal):
                     rewards = score(goal, answer, None)
                     reason = "" if rewards["reward"] else f"answered {answer[:60]!r}"
@@ -191,9 +200,16 @@ class TerminalTasks:
                     tree = await sandbox.tree()
                     rewards = score(goal, answer, tree)
                     reason = state_difference(goal, tree) or ""
+                    signs += folder_signs(tree, problem.files)
+                if rewards["reward"] > 0.0:
+                    failure = None  # the state of the files was the answer
         finally:
             await sandbox.close()
-        return RolloutResult(outcome, rewards, _encodable(reason), _detail(problem, transcript))
+        detail = _detail(problem, transcript)
+        if signs:
+            failure, reason = FailureReason.TAMPERING, f"tampering: {signs[0]}"
+            detail["tampering"] = [_encodable(sign) for sign in signs]
+        return RolloutResult(outcome, rewards, _encodable(reason), detail, failure)
 
     async def demonstrations(self, count: int, seed: int, quality: float) -> list[Demonstration]:
         """Scripted conversations for a warm start, on training problems that RL does not use.

@@ -8,7 +8,7 @@ export const title = "Health";
 export const needs = ["failures", "distributions"];
 
 export function render({ failures, distributions }) {
-  return [ends(failures), reasons(failures), ...distributions.stages.map(stage),
+  return [ends(failures), named(failures), reasons(failures), ...distributions.stages.map(stage),
     distributions.stages.length ? null : section("Staleness and mismatch", "No reinforcement-learning stage has logged anything yet.")];
 }
 
@@ -28,6 +28,12 @@ function ends(failures) {
     el("h3", {}, "Failures by reason"),
     failed.length ? table(columns, failed) : el("p", { class: "empty" }, "No rollout failed or was cancelled."),
     judged.length ? el("details", {}, el("summary", {}, "What verifiers said of rollouts that ended well"), table(columns, judged)) : null);
+}
+
+function named(failures) {
+  const rows = failures.reasons.map((r) => [count(r.count), r.reason, r.whose, r.rule || "–", r.stage]);
+  return section("Rollouts that are no clean samples", "By reason, with what the recipe does about it. A rollout may count twice: for how it ended, and for why it did not train.",
+    rows.length ? table([["count", "n"], ["reason", ""], ["whose", ""], ["rule", ""], ["stage", ""]], rows) : el("p", { class: "empty" }, "Every rollout is a clean sample so far."));
 }
 
 function reasons(failures) {

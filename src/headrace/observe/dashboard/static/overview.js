@@ -39,6 +39,7 @@ function headline(run) {
   if (rollouts) cards.push(card("rollouts", count(rollouts), Object.entries(run.outcomes).map(([name, n]) => `${count(n)} ${name}`).join(", ")));
   return el("section", { class: "headline" },
     run.description ? el("p", { class: "about" }, run.description) : null,
+    run.paused ? el("p", { class: "problem", role: "status" }, run.paused) : null,
     run.problem ? el("p", { class: "empty" }, `No trajectories: ${run.problem}.`) : null,
     cards.length ? el("div", { class: "cards" }, cards) : el("p", {}, "Nothing was measured yet."));
 }

@@ -1,0 +1,173 @@
+"""A whole run in which rollouts fail and one tampers: rules, counts, the pause, and going on."""
+
+import contextlib
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from openai import AsyncOpenAI
+
+from headrace import run as run_module
+from headrace.cli import main
+from headrace.errors import RunPaused
+from headrace.model.checkpoint import save_checkpoint
+from headrace.model.config import ModelConfig
+from headrace.model.decoder import Decoder
+from headrace.recipe import Recipe, parse_recipe
+from headrace.rollout.audit import audit
+from headrace.rollout.ledger import Ledger
+from headrace.rollout.reasons import FailureReason
+from headrace.rollout.segments import segments
+from headrace.rollout.types import Outcome
+from headrace.run import run_recipe
+from headrace.sandbox.types import SandboxError
+from headrace.tasks.types import Endpoint, RolloutResult, TaskInstance
+from headrace.tokens.training import train_tokenizer
+
+TAMPERS, FAILS, SLOW = 21, 6, 3
+"""Rollouts, by number: the one cheats, the sandbox of the other dies, the third takes too long."""
+
+
+class Chat:
+    """One turn; rewards alternate, so that there is signal."""
+
+    name = "chat"
+
+    def __init__(self) -> None:
+        self.rollouts = 0
+
+    def instance(self, seed: int) -> TaskInstance:
+        return TaskInstance(self.name, seed, "chat", 1, 1)
+
+    def train_seed(self, index: int) -> int:
+        return index
+
+    def evaluation_seed(self, index: int) -> int:
+        return -1 - index
+
+    def content_id(self, instance: TaskInstance) -> str:
+        return str(instance.seed)
+
+    async def rollout(self, instance: TaskInstance, endpoint: Endpoint) -> RolloutResult:
+        self.rollouts += 1
+        number = self.rollouts
+        async with AsyncOpenAI(base_url=endpoint.base_url, api_key=endpoint.api_key) as client:
+            await client.chat.completions.create(
+                model=endpoint.model,
+                messages=[{"role": "user", "content": f"hello {number}"}],
+                max_tokens=4,
+            )
+        if number == FAILS:
+            raise SandboxError("the sandbox server ended")
+        if number == SLOW:
+            return RolloutResult(Outcome.TIMEOUT, {"reward": 0.0}, "too slow")
+        if number == TAMPERS:
+            return RolloutResult(
+                Outcome.OK,
+                {"reward": 1.0},
+                "tampering: looks into a process: 'cat /proc/1/environ'",
+                failure=FailureReason.TAMPERING,
+            )
+        return RolloutResult(Outcome.OK, {"reward": float(number % 2)})
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Recipe:
+    config = ModelConfig(
+        vocab_size=400,
+        hidden_size=32,
+        intermediate_size=64,
+        num_layers=2,
+        num_heads=2,
+        num_kv_heads=2,
+        head_dim=16,
+        max_positions=256,
+        tie_embeddings=True,
+    )
+    model = Decoder(config)
+    model.init_weights(0)
+    save_checkpoint(model, tmp_path / "model")
+    train_tokenizer(["hello, go on"] * 20, 400).save(tmp_path / "model")
+    return parse_recipe(
+        {
+            "name": "paused",
+            "model": {"path": str(tmp_path / "model"), "renderer": "compact"},
+            "engine": {"max_running": 8, "max_context": 128},
+            "measure": {"text_bytes": 0},
+            "stages": [
+                {
+                    "kind": "agentic_rl",
+                    "name": "rl",
+                    "task": "chat",
+                    "updates": 8,
+                    "group_size": 4,
+                    "groups_per_batch": 2,
+                    "concurrency": 8,
+                    "evaluate": False,
+                    "failures": {
+                        "sandbox_died": "retry",
+                        "session_time": "penalise",
+                        "penalty": -0.5,
+                    },
+                }
+            ],
+        },
+        "test",
+    )
+
+
+@pytest.mark.slow
+def test_tampering_pauses_a_run_until_somebody_has_looked(
+    recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    task = Chat()
+
+    @contextlib.asynccontextmanager
+    async def open_tasks(*_: Any, **__: Any) -> AsyncIterator[Any]:
+        yield None, {"chat": task}
+
+    monkeypatch.setattr(run_module, "open_tasks", open_tasks)
+    monkeypatch.setattr("headrace.tasks.registry.create_task", lambda *_: task)
+    run_dir = tmp_path / "run"
+
+    with pytest.raises(RunPaused, match="tripwire tampering in stage rl after update") as pause:
+        run_recipe(recipe, run_dir, resume=False, no_isolation=True)
+    assert json.loads((run_dir / "summary.json").read_text())["status"] == "paused"
+    with Ledger.resume(run_dir) as ledger:
+        (cheat,) = [s for s in ledger.sessions(stage="rl") if s.failure is FailureReason.TAMPERING]
+        assert (cheat.outcome, cheat.reward) == (Outcome.AGENT_FAILED, -0.5)
+        assert f"headrace show {run_dir} trajectory {cheat.id}" in str(pause.value)
+        trained = [b for b in ledger.batches("rl") if b.step is not None]
+        assert ledger.publications("rl")[-1].step == len(trained), "what was trained is saved"
+    done = task.rollouts
+
+    assert main(["run", "--resume", str(run_dir)]) == 2
+    assert f"--resume {run_dir} --acknowledge tampering" in capsys.readouterr().err
+    assert main(["run", "--resume", str(run_dir), "--acknowledge", "length_factor"]) == 2
+    assert "is paused by tampering" in capsys.readouterr().err
+    assert task.rollouts == done
+
+    assert main(["run", "--resume", str(run_dir), "--acknowledge", "tampering"]) == 0
+    summary = json.loads((run_dir / "summary.json").read_text())
+    assert (summary["status"], set(summary["laws"].values())) == ("finished", {"held"})
+    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    logged = [row["metrics"] for row in rows if row["stage"] == "rl"]
+    assert sum(m.get("failed.sandbox_died", 0) for m in logged) == 1
+    assert sum(m["retried"] for m in logged) == 1
+    with Ledger.resume(run_dir) as ledger:
+        assert all(finding.held for finding in audit(ledger, derive=segments).values())
+        assert ledger.conservation("rl").closes
+        counts = ledger.failure_counts("rl")
+        assert counts[FailureReason.SANDBOX_DIED] == counts[FailureReason.SESSION_TIME] == 1
+        sessions = list(ledger.sessions(stage="rl"))
+        (slow,) = [s for s in sessions if s.failure is FailureReason.SESSION_TIME]
+        (lost,) = [s for s in sessions if s.failure is FailureReason.SANDBOX_DIED]
+        assert slow.reward == -0.5
+        assert lost.reward is None
+        members = [s for s in sessions if s.group_id == lost.group_id]
+        assert len(members) == 5, "its place in the group was attempted again"
+        assert len(ledger.rollouts(lost.group_id)) == 4
+    assert main(["show", str(run_dir)]) == 0
+    assert "sandbox_died" in capsys.readouterr().out
