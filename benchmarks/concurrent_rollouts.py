@@ -43,8 +43,9 @@ from headrace.gateway.server import GatewayServer
 from headrace.http_server import ConnectionLimits
 from headrace.rollout.ledger import Ledger
 from headrace.rollout.mixing import TaskMix, TaskShare
-from headrace.rollout.orchestrator import RolloutSource, SourceConfig
+from headrace.rollout.orchestrator import RolloutSource
 from headrace.rollout.runner import RolloutRunner
+from headrace.rollout.source_config import SourceConfig
 from headrace.rollout.types import FinishReason, Outcome, Span
 from headrace.stages.task_metrics import ratio_errors
 from headrace.tasks.conversation import ClientPool, complete

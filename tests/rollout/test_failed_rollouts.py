@@ -9,9 +9,10 @@ from headrace.rollout.audit import audit
 from headrace.rollout.failures import FailureRules, Rule
 from headrace.rollout.ledger import Ledger
 from headrace.rollout.mixing import TaskMix, TaskShare
-from headrace.rollout.orchestrator import RolloutSource, SourceConfig
+from headrace.rollout.orchestrator import RolloutSource
 from headrace.rollout.reasons import FailureReason
 from headrace.rollout.runner import RolloutRunner, Ticket
+from headrace.rollout.source_config import SourceConfig
 from headrace.rollout.types import Call, DropReason, FinishReason, Outcome, ParseState, Span
 from headrace.tasks.types import Endpoint, RolloutResult, TaskInstance
 

@@ -16,12 +16,13 @@ from headrace.rollout.curriculum import (
 from headrace.rollout.evaluation import evaluate
 from headrace.rollout.ledger import Ledger
 from headrace.rollout.mixing import HeldOut, TaskMix, TaskShare
-from headrace.rollout.orchestrator import RolloutSource, SourceConfig
+from headrace.rollout.orchestrator import RolloutSource
 from headrace.rollout.overgeneration import OvergenerationConfig
 from headrace.rollout.pausing import FAILURES_IN_A_ROW, TaskPauses
 from headrace.rollout.ratios import AdaptiveRatios, RatioRule, TaskBounds
 from headrace.rollout.runner import RolloutRunner, Ticket
 from headrace.rollout.sharing import cursor_key, ratios_key
+from headrace.rollout.source_config import SourceConfig
 from headrace.rollout.types import Call, DropReason, FinishReason, Outcome, ParseState, Span
 from headrace.stages.task_metrics import ratio_errors
 from headrace.tasks.types import Endpoint, RolloutResult, TaskInstance

@@ -6,9 +6,10 @@ import pytest
 
 from headrace.rollout.ledger import Ledger
 from headrace.rollout.mixing import TaskMix, TaskShare
-from headrace.rollout.orchestrator import RolloutSource, SourceConfig
+from headrace.rollout.orchestrator import RolloutSource
 from headrace.rollout.pausing import TaskPauses
 from headrace.rollout.runner import RolloutRunner
+from headrace.rollout.source_config import SourceConfig
 from headrace.rollout.types import Call, Outcome
 from headrace.tasks.types import RolloutResult, TaskInstance, TaskUnavailable
 

@@ -8,9 +8,10 @@ import pytest
 from headrace.rollout.ledger import Ledger
 from headrace.rollout.mixing import TaskMix, TaskShare
 from headrace.rollout.naming import first_name
-from headrace.rollout.orchestrator import RolloutSource, SourceConfig
+from headrace.rollout.orchestrator import RolloutSource
 from headrace.rollout.runner import RolloutRunner
 from headrace.rollout.sharing import cursor_key
+from headrace.rollout.source_config import SourceConfig
 from headrace.rollout.trained import trained_digest, trained_trajectories
 from headrace.rollout.types import Call, FinishReason, Outcome, ParseState, Span
 from headrace.tasks.types import Endpoint, RolloutResult, TaskInstance

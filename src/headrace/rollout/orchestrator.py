@@ -11,68 +11,36 @@ for "sync" when that batch is asked for, for "one_step_off" when the one before 
 import asyncio
 import contextlib
 from collections import deque
-from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from collections.abc import Callable
 
 import msgspec
 
 from headrace.errors import UserError
-from headrace.rollout.curriculum import choices_key
 from headrace.rollout.cutting import BatchQueue, TrainingBatch
-from headrace.rollout.failures import FailureRules, reasons_of
-from headrace.rollout.groups import GroupDecision, ScoredRollout, advantages, judged
+from headrace.rollout.deciding import GroupDecisions
+from headrace.rollout.failures import reasons_of
 from headrace.rollout.ledger import Ledger
 from headrace.rollout.mixing import TaskMix
 from headrace.rollout.naming import (
     missing_names,
     next_attempt,
-    place,
     rollout_seed,
     session_name,
 )
-from headrace.rollout.overgeneration import Overgeneration, OvergenerationConfig
+from headrace.rollout.overgeneration import Overgeneration
 from headrace.rollout.pausing import TaskPauses
 from headrace.rollout.ratios import AdaptiveRatios
-from headrace.rollout.reasons import FailureReason
-from headrace.rollout.records import TRAIN, Recovery, WaitingGroup
+from headrace.rollout.records import TRAIN, Recovery
 from headrace.rollout.retrying import Retries
 from headrace.rollout.runner import FinishedRollout, RolloutRunner, Ticket
 from headrace.rollout.sharing import TaskSharing
-from headrace.rollout.types import DropReason, Outcome, Session
+from headrace.rollout.source_config import SourceConfig
+from headrace.rollout.types import Outcome, Session
 from headrace.rollout.window import Hold, HoldTimer, Window
 from headrace.tasks.types import TaskInstance, TaskUnavailable
 
 SETTLE_TIMEOUT_S = 3600.0
 """Longest wait for rollouts in flight to end; they have deadlines of their own."""
-_TOLD_BEFORE = (DropReason.ENV_FAILED, DropReason.CANCELLED)
-"""Why rollouts leave a group that were counted as failed when they ended."""
-
-
-class SourceConfig(msgspec.Struct, frozen=True):
-    """Constants of one RL stage; see `headrace.recipe.AgenticRlStage`."""
-
-    stage: str
-    group_size: int
-    groups_per_batch: int
-    concurrency: int
-    staleness: int
-    temperature: float
-    max_tokens: int
-    leave_one_out: bool = False
-    advantage_std: bool = False
-    judged: bool = False
-    """A teacher judges every token: rewards play no part, and every valid rollout trains."""
-    failures: FailureRules = FailureRules()
-    """What to do about failed rollouts."""
-    mode: Literal["async", "one_step_off", "sync"] = "async"
-    seed: int = 0
-    """The recipe's; with a rollout's place it decides what the rollout samples."""
-    ready_batches: int = 2
-    """Where more finished groups than this many batches wait for the trainer, fewer rollouts are
-    started; where twice as many do, none."""
-    whole_versions: bool = False
-    """New weights wait for the rollouts in flight, so that each has one version."""
-    dynamic: OvergenerationConfig = OvergenerationConfig()
 
 
 class RolloutSource:
@@ -122,6 +90,7 @@ class RolloutSource:
             next_batch=next_batch,
         )
         self._generated = Overgeneration(config.dynamic, config.groups_per_batch)
+        self._decisions = GroupDecisions(config, ledger, self.sharing, self._generated)
         self._report = report
         self._watch = watch
         self._retries = Retries(config.failures)
@@ -151,7 +120,10 @@ class RolloutSource:
                 {r.session_id: self._ledger.trainable(r.session_id) for r in waiting.rollouts},
             )
         for waiting in recovery.ready:
-            self._requeue(waiting)
+            members = self._decisions.pending_members(waiting)
+            sessions = {m.session_id: self._ledger.trainable(m.session_id) for m in members}
+            if members:
+                self._ready.add(waiting.group_id, members, sessions)
         for group in recovery.incomplete:
             if group.stage != self.config.stage or group.purpose != TRAIN:
                 continue
@@ -339,7 +311,7 @@ class RolloutSource:
             instance.task,
             msgspec.to_builtins(instance),
             [t.session_id for t in tickets],
-            state=self._chosen(),
+            state=self._decisions.chosen,
             replaces=() if replaces is None else (replaces,),
         )
         for ticket in tickets:
@@ -397,86 +369,13 @@ class RolloutSource:
         elif session.outcome is not Outcome.CANCELLED:
             self.pauses.succeeded(session.task)
 
-    # -- deciding ---------------------------------------------------------------------------
-
     def _decide(self, group_id: str, sessions: dict[str, Session]) -> None:
         """Turn a complete group into advantages, or drop it with its reason."""
-        decision = self._decision(sessions)
-        task = next(iter(sessions.values())).task
-        with self._ledger.transaction():
-            self._ledger.decide_group(group_id, decision)
-            self.sharing.decided(task, decision)
-            self._learn(sessions, decision)
-            self._save()
-        self.window.groups += 1
-        self.window.of(task).dropped += not decision.members
-        self.window.failures.update(
-            FailureReason(why.value) for _, why in decision.dropped if why not in _TOLD_BEFORE
-        )
-        if decision.drop_reason is DropReason.NO_SIGNAL:
-            self.window.dropped_no_signal += 1
-        elif decision.drop_reason is DropReason.GROUP_INVALID:
-            self.window.dropped_invalid += 1
+        decision = self._decisions.decide(group_id, sessions)
+        self.window.decided(next(iter(sessions.values())).task, decision)
         if decision.members:
             self._ready.add(group_id, decision.members, sessions)
         self._wake()
-
-    def _save(self) -> None:
-        """Keep how tasks share the stage where a resume looks."""
-        for name, value in self.sharing.state.items():
-            self._ledger.put_state(name, value)
-
-    def _learn(self, sessions: dict[str, Session], decision: GroupDecision) -> None:
-        """Remember how a group went, for the choice of others; in its decision's transaction."""
-        valid = [s for s in sessions.values() if s.outcome is not None and s.outcome.scored]
-        rewards = [s.rewards["reward"] for s in valid]
-        instance = msgspec.convert(next(iter(sessions.values())).instance, TaskInstance)
-        if rewards and decision.drop_reason is not DropReason.GROUP_INVALID:
-            signal = bool(decision.members)
-            self._generated.decided(instance.task, signal, sum(rewards) / len(rewards))
-            counts = self.window.of(instance.task)
-            counts.decided += 1
-            counts.with_signal += signal
-        curriculum = self.sharing.mix.curriculum
-        if curriculum is not None:
-            curriculum.observe(instance, rewards)
-            curriculum.save(self.config.stage, self._ledger.put_state)
-
-    def _chosen(self) -> dict[str, Any]:
-        """What has to be kept of the choice of tasks and problems with each dispatch."""
-        found = self.sharing.state
-        curriculum = self.sharing.mix.curriculum
-        if curriculum is not None:
-            found[choices_key(self.config.stage)] = curriculum.choices
-        return found
-
-    def _decision(self, sessions: dict[str, Session]) -> GroupDecision:
-        scored = [
-            ScoredRollout(s.id, s.outcome or Outcome.CANCELLED, s.rewards.get("reward"), s.failure)
-            # As dispatched, not as finished; see `BatchQueue.cut`.
-            for s in sorted(sessions.values(), key=lambda session: place(session.id))
-        ]
-        return self._weighted(scored, max(self.config.group_size, len(scored)))
-
-    def _weighted(self, scored: Sequence[ScoredRollout], size: int) -> GroupDecision:
-        if self.config.judged:
-            return judged(scored, rules=self.config.failures)
-        return advantages(
-            scored,
-            group_size=size,
-            leave_one_out=self.config.leave_one_out,
-            normalise_std=self.config.advantage_std,
-            rules=self.config.failures,
-        )
-
-    def _requeue(self, waiting: WaitingGroup) -> None:
-        """A decided group from before a crash: decide again (it is pure), keep what is pending."""
-        ordered = sorted(waiting.rollouts, key=lambda rollout: place(rollout.session_id))
-        decision = self._weighted(ordered, waiting.size)
-        members = [m for m in decision.members if m.session_id in waiting.pending]
-        sessions = {m.session_id: self._ledger.trainable(m.session_id) for m in members}
-        if members:
-            self._ready.add(waiting.group_id, members, sessions)
 
     # -- cutting ----------------------------------------------------------------------------
 
@@ -520,10 +419,7 @@ class RolloutSource:
         stale = self._ready.drop_stale(version)
         if not stale.trajectories:
             return
-        self.window.dropped_stale += stale.trajectories
-        self.window.failures[FailureReason.STALE] += stale.trajectories
-        for task, groups in stale.groups.items():
-            self.window.of(task).dropped += groups
+        self.window.stale(stale.trajectories, stale.groups)
         self.sharing.lost(stale.groups)
         self._room_changed.set()
 
@@ -557,7 +453,7 @@ class RolloutSource:
                 version, ready if self._in_step else min(ready, config.groups_per_batch)
             )
             self.sharing.trained(batch.tasks)
-            self._save()
+            self._decisions.save()
         self._generated.cut()
         for task, groups in batch.tasks.items():
             self.window.of(task).trained += groups

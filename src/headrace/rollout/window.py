@@ -5,16 +5,19 @@ Numbers only; who logs them and how often is not known here.
 
 import time
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from enum import StrEnum
 
 import msgspec
 
+from headrace.rollout.groups import GroupDecision
 from headrace.rollout.reasons import FailureReason
-from headrace.rollout.types import Outcome, Session
+from headrace.rollout.types import DropReason, Outcome, Session
 
 _MOST_TIMES = 4096
 """Wall clocks kept of one task between two looks, the newest."""
+_TOLD_BEFORE = (DropReason.ENV_FAILED, DropReason.CANCELLED)
+"""Why rollouts leave a group that were counted as failed when they ended."""
 
 
 class Hold(StrEnum):
@@ -114,6 +117,29 @@ class Window(msgspec.Struct):
     def of(self, task: str) -> TaskCounts:
         """The counts of one task, made on first use."""
         return self.tasks.setdefault(task, TaskCounts())
+
+    def decided(self, task: str, decision: GroupDecision) -> None:
+        """A group is decided."""
+        counts = self.of(task)
+        self.groups += 1
+        counts.dropped += not decision.members
+        if decision.drop_reason is DropReason.NO_SIGNAL:
+            self.dropped_no_signal += 1
+        elif decision.drop_reason is DropReason.GROUP_INVALID:
+            self.dropped_invalid += 1
+        if decision.drop_reason is not DropReason.GROUP_INVALID:
+            counts.decided += 1
+            counts.with_signal += bool(decision.members)
+        self.failures.update(
+            FailureReason(why.value) for _, why in decision.dropped if why not in _TOLD_BEFORE
+        )
+
+    def stale(self, trajectories: int, groups: Mapping[str, int]) -> None:
+        """So many trajectories, and of each task so many whole groups, became too old."""
+        self.dropped_stale += trajectories
+        self.failures[FailureReason.STALE] += trajectories
+        for task, count in groups.items():
+            self.of(task).dropped += count
 
     def count(self, session: Session, reward: float | None, wall_s: float) -> None:
         """A rollout finished."""

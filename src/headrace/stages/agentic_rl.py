@@ -12,12 +12,13 @@ from headrace.engine.config import UpdatePolicy
 from headrace.recipe import AgenticRlStage, DistillationObjective, share_limits
 from headrace.rollout.curriculum import Curriculum, CurriculumConfig, choices_key, difficulty_key
 from headrace.rollout.mixing import TaskMix, TaskShare
-from headrace.rollout.orchestrator import RolloutSource, SourceConfig
+from headrace.rollout.orchestrator import RolloutSource
 from headrace.rollout.overgeneration import OvergenerationConfig
 from headrace.rollout.pausing import TaskPauses
 from headrace.rollout.ratios import AdaptiveRatios, RatioRule, TaskBounds
 from headrace.rollout.records import Recovery
 from headrace.rollout.sharing import cursor_key, ratios_key
+from headrace.rollout.source_config import SourceConfig
 from headrace.stages.beside import EvaluationBeside, copy_checkpoint
 from headrace.stages.context import (
     SAVE_TIMEOUT_S,
