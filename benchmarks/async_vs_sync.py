@@ -114,6 +114,8 @@ def recipe_of(job: Job) -> Recipe:
                     "groups_per_batch": job.groups,
                     "concurrency": job.concurrency,
                     "staleness": job.staleness,
+                    # Tails are heavy here: more in stock, as the trainer must never wait.
+                    "ready_batches": 4,
                 }
             ],
         }

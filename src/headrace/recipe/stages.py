@@ -232,8 +232,9 @@ class AgenticRlStage(StageTable):
     concurrency: Positive = 64
     """Rollouts in flight."""
     ready_batches: Positive = 2
-    """Where more finished groups than this many batches wait for the trainer, fewer rollouts are
-    begun; where twice as many do, none."""
+    """Where half as many batches of finished groups wait for the trainer, fewer rollouts are begun;
+    where this many do, none. More keep the trainer busy beside uneven rollouts, and make what it
+    trains on older."""
     publish_every: Positive = 1
     """K: updates between weight publications; 1 unless mode is "async"."""
     partial_rollouts: Literal["continue", "restart", "wait"] = "continue"

@@ -189,7 +189,7 @@ class RolloutSource:
         # Rollouts started now are ready much later. So they give way little by little while groups
         # pile up; all or nothing would let the trainer run dry, then flood it, again and again.
         full = config.ready_batches * config.groups_per_batch
-        spare = 1.0 if self._in_step else min(1.0, 2.0 - len(self._ready) / full)
+        spare = 1.0 if self._in_step else min(1.0, 2.0 * (1.0 - len(self._ready) / full))
         if spare <= 0.0:
             return Hold.READY
         if self._rollouts and len(self._rollouts) + config.group_size > config.concurrency * spare:

@@ -28,8 +28,9 @@ class SourceConfig(msgspec.Struct, frozen=True):
     seed: int = 0
     """The recipe's; with a rollout's place it decides what the rollout samples."""
     ready_batches: int = 2
-    """Where more finished groups than this many batches wait for the trainer, fewer rollouts are
-    started; where twice as many do, none."""
+    """Where half as many batches of finished groups wait for the trainer, fewer rollouts are
+    started; where this many do, none. More keep the trainer busy beside uneven rollouts, and make
+    what it trains on older."""
     whole_versions: bool = False
     """New weights wait for the rollouts in flight, so that each has one version."""
     dynamic: OvergenerationConfig = OvergenerationConfig()
