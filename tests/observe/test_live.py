@@ -308,3 +308,15 @@ def test_the_plain_log_tells_tasks_apart() -> None:
     text = console.export_text()
     assert "· terminal 61% reward 0.42 · reasoning 39%" in text
     assert "evaluation reasoning after sft: 52.0%" in text
+
+
+def test_what_an_earlier_process_spent_is_not_left_any_more() -> None:
+    clock = Clock()
+    view, console = _view(100, clock, enabled=True)
+    view.stage_started("rl", "agentic_rl", 1200, "s")
+    clock.now = 20.0
+    view.progress(0.5)
+    clock.now = 40.0
+    console.print(view.render())
+    assert isinstance(console.file, io.StringIO)
+    assert "9:40 left" in console.file.getvalue()

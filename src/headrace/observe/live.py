@@ -50,6 +50,7 @@ class _Stage:
         self.total: float | None = None
         self.unit = "s"
         self.fraction = 0.0
+        self.told_at: float | None = None
         self.started: float | None = None
         self.wall_s: float | None = None
         self.earlier = False
@@ -163,6 +164,7 @@ class LiveView:
         with self._lock:
             if self._current is not None:
                 self._current.fraction = min(max(fraction, 0.0), 1.0)
+                self._current.told_at = self._clock()
         self._maybe_line()
 
     def metrics(self, stage: str, step: int, metrics: Mapping[str, float]) -> None:
@@ -243,7 +245,10 @@ class LiveView:
             return self._budgets.get(stage.name)
         spent = self._clock() - stage.started
         if stage.unit == "s" and stage.total is not None:
-            return max(stage.total - spent, 0.0)
+            if stage.told_at is None:
+                return max(stage.total - spent, 0.0)
+            # By what was told, as an earlier process may have spent a part of it.
+            return max(stage.total * (1 - stage.fraction) - (self._clock() - stage.told_at), 0.0)
         if stage.fraction < 0.02:
             return None
         return spent * (1 - stage.fraction) / stage.fraction
