@@ -460,11 +460,17 @@ class _Run:
     def _log(self, stage: str, step: int, metrics: dict[str, float]) -> None:
         self.metrics.log(stage, step, metrics)
         self.view.metrics(stage, step, metrics)
+        self._keep_seconds()
+
+    def _keep_seconds(self) -> float:
+        """Seconds of work so far, earlier processes included; kept, so that a crash loses few."""
+        wall_s = self.before_s + time.monotonic() - self.started
+        self.ledger.put_state(_SECONDS, wall_s)
+        return wall_s
 
     def _summarise(self, status: str) -> None:
         """Rewrite summary.json. Seconds of earlier processes of a resumed run count."""
-        wall_s = self.before_s + time.monotonic() - self.started
-        self.ledger.put_state(_SECONDS, wall_s)
+        wall_s = self._keep_seconds()
         laws = {}
         if status != "running":
             laws = {
