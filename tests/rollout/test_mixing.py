@@ -247,3 +247,16 @@ def test_what_was_held_out_once_stays_so():
     assert [task.instance(s) in both for s in (1, 3, 5, 7, 51)] == [True, True, True, False, True]
     assert len(both) == 3
     assert both.together_with(first.saved).saved == both.saved
+
+
+async def test_a_task_that_answers_at_once_needs_no_thread():
+    """On a busy loop a hop to a thread and back costs more than the answer."""
+    task = FewQuestions("a", 7)
+    share = TaskShare("a", 1.0, lambda i: task.instance(task.train_seed(i)), blocking=False)
+    measured = [task.instance(task.evaluation_seed(0))]
+    curriculum = Curriculum(CurriculumConfig(sampling="uniform"))
+    mix = TaskMix([share], held_out=HeldOut({"a": task}, measured), curriculum=curriculum)
+    work = mix.next()
+    with pytest.raises(StopIteration) as found:
+        work.send(None)  # it never waits
+    assert found.value.value not in HeldOut({"a": task}, measured)

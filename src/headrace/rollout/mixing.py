@@ -8,7 +8,7 @@ come from while they change is `ratios`' business.
 import asyncio
 import itertools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -23,6 +23,9 @@ MOST_OWED = 32
 because it is at its limit, would else fill whole batches once it can."""
 
 
+Answer = TypeVar("Answer")
+
+
 class TaskShare(msgspec.Struct, frozen=True):
     """One task of a stage.
 
@@ -31,12 +34,14 @@ class TaskShare(msgspec.Struct, frozen=True):
         ratio: share of the groups, relative to the other tasks'; above 0.
         instance: gives the training instance of position 0, 1, 2, ...
         concurrency: most rollouts of it in flight; None for no limit of its own.
+        blocking: whether an instance, or what it asks, may take a while, and is found in a thread.
     """
 
     name: str
     ratio: float
     instance: Callable[[int], TaskInstance]
     concurrency: int | None = None
+    blocking: bool = True
 
 
 class HeldOut:
@@ -239,11 +244,10 @@ class TaskMix:
             return self._shares[name].instance(next(positions))
 
         for _ in range(MOST_SKIPS):
-            # Making problems may take a while, and rollouts must not stand still for it.
             if self.curriculum is not None:
-                instance = await self.curriculum.choose(name, lambda: asyncio.to_thread(draw))
+                instance = await self.curriculum.choose(name, lambda: self._ask(name, draw))
             elif self._held_out is not None:
-                instance = await asyncio.to_thread(draw)
+                instance = await self._ask(name, draw)
             else:
                 instance = draw()
             held, content = await self._look(instance)
@@ -262,8 +266,20 @@ class TaskMix:
         """Whether an instance is held out, and what it asks; "" where nobody says."""
         if self._held_out is None:
             return False, ""
-        content = await asyncio.to_thread(self._held_out.content, instance)
+        held_out = self._held_out
+        content = await self._ask(instance.task, lambda: held_out.content(instance))
         return self._held_out.holds(instance, content), content
+
+    async def _ask(self, name: str, question: Callable[[], Answer]) -> Answer:
+        """What a task says, in a thread if it may take a while: rollouts must not stand still.
+
+        Otherwise at once: on a busy loop every hop costs more than such an answer, and the next
+        group waits for it.
+        """
+        share = self._shares.get(name)
+        if share is not None and not share.blocking:
+            return question()
+        return await asyncio.to_thread(question)
 
     def _give(self, name: str, position: int) -> None:
         """Book a group; the task goes on at `position`."""

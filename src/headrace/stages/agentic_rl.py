@@ -282,7 +282,11 @@ def _result(
 
 def _share(task: TaskService, ratio: float, offset: int, concurrency: int | None) -> TaskShare:
     return TaskShare(
-        task.name, ratio, lambda i: task.instance(task.train_seed(offset + i)), concurrency
+        task.name,
+        ratio,
+        lambda i: task.instance(task.train_seed(offset + i)),
+        concurrency,
+        blocking=getattr(task, "blocking", True),
     )
 
 

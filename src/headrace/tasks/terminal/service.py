@@ -91,6 +91,8 @@ class TerminalTasks:
     """
 
     name = "terminal"
+    blocking = False
+    """Instances and their contents are found in tenths of a millisecond."""
 
     def __init__(
         self, provider: SandboxProvider | None, options: TerminalOptions | None = None
