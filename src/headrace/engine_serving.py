@@ -6,7 +6,6 @@ never imports torch unless a checkpoint has to be converted first.
 
 import asyncio
 import contextlib
-import ipaddress
 from pathlib import Path
 
 import msgspec
@@ -18,7 +17,7 @@ from headrace.engine.app import create_engine_app
 from headrace.engine.config import EngineConfig
 from headrace.engine.doorway import Limits
 from headrace.errors import UserError
-from headrace.http_server import HttpServer
+from headrace.http_server import HttpServer, is_loopback
 from headrace.model.config import ModelConfig
 from headrace.replicas import ReplicatedEngine, open_embedded, share_cores
 from headrace.served_engine import DECODE_SLOWDOWN
@@ -90,17 +89,8 @@ def check_exposure(host: str, api_key: str | None) -> None:
         raise UserError("--api-key: use visible ASCII characters")
     if api_key == "":
         raise UserError("--api-key: is empty; leave it out, or choose one")
-    if api_key is None and not _is_loopback(host):
+    if api_key is None and not is_loopback(host):
         raise UserError(f"--host {host}: others can reach that address; set --api-key too")
-
-
-def _is_loopback(host: str) -> bool:
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 def engine_forever(
