@@ -6,7 +6,9 @@ A mutation fuzzer takes right completions of every format apart; hypothesis draw
 import json
 import random
 import time
-from typing import Any
+from collections.abc import Callable
+from functools import partial
+from typing import Any, TypeVar
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -16,6 +18,7 @@ from parsing_formats import FORMATS, GLM, TOOLS, Format, check_reading, put_toge
 from headrace.tokens.library import LibraryRenderer
 from headrace.tokens.parsed import CallStatus, DeltaKind, ParsedMessage
 
+T = TypeVar("T")
 MUTANTS = 120
 
 
@@ -368,14 +371,29 @@ JUNK = {
 }
 
 
+def costs_less(seconds: float, work: Callable[[], T], what: object) -> T:
+    """What `work` returns, once one of three tries took less processor time than `seconds`.
+
+    What costs too much does so each time; collecting the garbage of a long test session, or a
+    neighbour's load, hits one.
+    """
+    took = []
+    for _ in range(3):
+        started = time.thread_time()
+        result = work()
+        took.append(time.thread_time() - started)
+        if took[-1] < seconds:
+            return result
+    raise AssertionError(f"{what} took {took} s, each over {seconds} s")
+
+
 def check_cost(name: str, characters: int, seconds: float) -> None:
     form = FORMATS[name]
     for junk in JUNK.values():
         for before in ("", '{"name": "', "<tool_call>bash<arg_key>a</arg_key><arg_value>"):
             ids = form.encode(before) + form.encode(junk) * (characters // len(junk))
-            started = time.process_time()
-            parsed = form.renderer.parse(form.prompts[0], ids, TOOLS)
-            assert time.process_time() - started < seconds, (before, junk)
+            work = partial(form.renderer.parse, form.prompts[0], ids, TOOLS)
+            parsed = costs_less(seconds, work, (before, junk))
             assert parsed.state == "truncated" or junk == JUNK["stops"]
 
 
@@ -395,12 +413,14 @@ def test_streaming_costs_what_reading_at_once_costs():
     form = FORMATS["glm-5"]
     ids = form.encode("so</think><tool_call>bash<arg_key>command</arg_key><arg_value>")
     ids += form.encode("ls -l ") * 6_000
-    started = time.process_time()
-    reader = form.renderer.reader(form.prompts[0], TOOLS)
-    for token in ids:
-        reader.feed([token])
-    reader.finish()
-    assert time.process_time() - started < 3.0
+
+    def stream() -> None:
+        reader = form.renderer.reader(form.prompts[0], TOOLS)
+        for token in ids:
+            reader.feed([token])
+        reader.finish()
+
+    costs_less(3.0, stream, "streaming")
 
 
 # ---------------------------------------------------------------- the library as reference
