@@ -161,8 +161,6 @@ class SimulatedTrainer:
         """What a stage asks of a `TrainerWorker`."""
         del timeout_s, on_part
         payload = payload or {}
-        if method == "stats":
-            return {"busy_s": self.busy_s}
         async with self._one_at_a_time:
             if method == "rl":
                 return await self._update(payload)
@@ -183,7 +181,12 @@ class SimulatedTrainer:
         self.busy_s += self.rates.training_s(tokens)
         self.updates.append((begin, asyncio.get_running_loop().time(), tokens))
         lag = sum(versions) / len(versions)
-        return {"trained_tokens": float(tokens), "oldest_lag_mean": lag, "loss": 0.0}
+        return {
+            "trained_tokens": float(tokens),
+            "oldest_lag_mean": lag,
+            "loss": 0.0,
+            "busy_s": self.busy_s,
+        }
 
     async def wait_dead(self) -> None:
         """Never: it has no process."""

@@ -42,10 +42,15 @@ class Trainer:
 
 
 async def run(
-    budget: dict[str, Any], stop: Any = lambda: None, batches: int = 1000, **where: Any
+    budget: dict[str, Any],
+    stop: Any = lambda: None,
+    batches: int = 1000,
+    check: Any = lambda step: None,
+    reports: list[rl.Update] | None = None,
+    **where: Any,
 ) -> tuple[rl.Progress, list[rl.Update], Source]:
     stage = AgenticRlStage.model_validate({"kind": "agentic_rl", "name": "rl", **budget})
-    source, reports = Source(batches), []
+    source, reports = Source(batches), [] if reports is None else reports
 
     async def publish(progress: rl.Progress) -> float:
         progress.version += 1
@@ -62,6 +67,7 @@ async def run(
         committed=lambda index, step: None,
         report=report,
         progress=rl.Progress(**where),
+        check=check,
         stop=stop,
     )
     return progress, reports, source
@@ -113,3 +119,61 @@ async def test_waiting_for_rollouts_in_a_publication_counts_as_waiting():
     assert first.wait_s < 0.25 <= second.wait_s
     assert second.publish_s < 0.0 < second.wait_s  # the scripted wait took no time
     assert second.tokens == TOKENS
+
+
+async def test_a_report_is_awaited_beside_the_next_update():
+    """A slow engine's statistics keep nobody waiting; none is lost, and what fails is raised."""
+    asked, said = asyncio.Event(), []
+
+    class Waits(Trainer):
+        async def request(
+            self, method: str, payload: Any = None, *, timeout_s: float = 60.0
+        ) -> Any:
+            if said:
+                asked.set()  # the second update runs while the first one's report waits for this
+            return await super().request(method, payload, timeout_s=timeout_s)
+
+    def report(update: rl.Update) -> Any:
+        said.append(f"begun {update.step}")
+
+        async def go_on() -> None:
+            await asyncio.wait_for(asked.wait(), 30.0)
+            said.append(f"done {update.step}")
+            if update.step == 3:
+                raise OSError("disk full")
+
+        return go_on()
+
+    async def publish(progress: rl.Progress) -> float:
+        return 0.0
+
+    stage = AgenticRlStage.model_validate({"kind": "agentic_rl", "name": "rl", "updates": 3})
+    checked: list[int] = []
+    with pytest.raises(OSError, match="disk full"):
+        await rl.train(
+            stage,
+            source=Source(),
+            trainer=Waits(),
+            publish=publish,
+            committed=lambda index, step: None,
+            report=report,
+            progress=rl.Progress(),
+            check=checked.append,
+        )
+    assert said[:3] == ["begun 1", "begun 2", "done 1"]
+    assert sorted(said[3:]) == ["begun 3", "done 2", "done 3"]
+    assert checked == [1, 2, 3]
+
+
+async def test_what_a_check_raises_ends_the_loop_after_the_report():
+    class Alarm(Exception):
+        pass
+
+    def check(step: int) -> None:
+        if step == 2:
+            raise Alarm
+
+    reports: list[rl.Update] = []
+    with pytest.raises(Alarm):
+        await run({"updates": 9}, check=check, reports=reports)
+    assert [update.step for update in reports] == [1, 2]

@@ -46,11 +46,17 @@ class StaleDrop(msgspec.Struct, frozen=True):
     groups: dict[str, int]
 
 
+_Cut = tuple[tuple[Segment, ...], dict[str, DropReason]]
+"""A session's segments that train, and the calls that they leave out."""
+
+
 class _ReadyGroup(msgspec.Struct):
     group_id: str
     task: str
     members: list[WeightedRollout]
     sessions: Mapping[str, Session]
+    cut: dict[str, _Cut]
+    """Of every member. Worked out on arrival: when a batch is cut, a trainer waits for it."""
     oldest: float
     """Version of the oldest weights that sampled any of it; infinite if nothing was sampled."""
 
@@ -89,7 +95,12 @@ class BatchQueue:
         oldest = min((v for m in members for v in _versions(sessions[m.session_id])), default=None)
         self._ready.append(
             _ReadyGroup(
-                group_id, task, list(members), sessions, math.inf if oldest is None else oldest
+                group_id,
+                task,
+                list(members),
+                sessions,
+                {m.session_id: self._segments(sessions[m.session_id]) for m in members},
+                math.inf if oldest is None else oldest,
             )
         )
 
@@ -129,7 +140,7 @@ class BatchQueue:
         records: list[BatchMember] = []
         for group in groups:
             for member in group.members:
-                found, excluded = self._segments(group.sessions[member.session_id])
+                found, excluded = group.cut[member.session_id]
                 records.append(
                     BatchMember(member.session_id, member.advantage, member.multiplicity, excluded)
                 )
@@ -180,7 +191,7 @@ class BatchQueue:
             )
         return TrainingBatch(batch.index, tuple(members), Counter(tasks.values()))
 
-    def _segments(self, session: Session) -> tuple[tuple[Segment, ...], dict[str, DropReason]]:
+    def _segments(self, session: Session) -> _Cut:
         """Segments short enough to train on, and the calls they leave out with their reason."""
         kept = tuple(segments(session, self._max_tokens))
         owned = {call_id for segment in kept for call_id in segment.call_ids}

@@ -90,16 +90,11 @@ async def run_agentic_rl(
             context,
             stage,
             source=rollouts,
-            worker=worker,
             engine=system.engine,
             progress=progress,
             wires=wires,
         )
         tripped: Tripped | None = None
-
-        async def report(update: rl.Update) -> None:
-            await observer.report(update)
-            wires.check(update.step)
 
         def stop() -> str | None:
             publisher.check()
@@ -118,8 +113,9 @@ async def run_agentic_rl(
                 trainer=worker,
                 publish=publisher.publish,
                 committed=lambda index, step: ledger.commit_batch(stage.name, index, step),
-                report=report,
+                report=observer.report,
                 progress=progress,
+                check=wires.check,
                 stop=stop,
             )
         except Tripped as found:

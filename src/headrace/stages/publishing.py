@@ -169,16 +169,19 @@ class Publisher:
         stage, step = self._stage, progress.step
         version = upcoming_version(self._context.ledger)
         path = self._context.run_dir / "weights" / f"{stage.name}-v{version:06d}"
-        await save_weights(
-            self._worker,
-            path,
-            tokenizer=self._tokenizer,
-            optimizer=True,
-            reset_optimizer=stage.reset_optimizer,
-            beside=True,
-            version=version,
+        # The trainer answers in order and need not wait here between the two.
+        _, shared = await asyncio.gather(
+            save_weights(
+                self._worker,
+                path,
+                tokenizer=self._tokenizer,
+                optimizer=True,
+                reset_optimizer=stage.reset_optimizer,
+                beside=True,
+                version=version,
+            ),
+            self._transport.share(version),
         )
-        shared = await self._transport.share(version)
         self._running = asyncio.create_task(
             self._complete(progress, step, version, path, shared), name=f"version {version}"
         )

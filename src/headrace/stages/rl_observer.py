@@ -3,9 +3,8 @@
 It turns counters into metrics of one stretch of time; what they are for is not known here.
 """
 
-import asyncio
 import time
-from collections.abc import Mapping
+from collections.abc import Awaitable, Mapping
 from typing import Any
 
 from headrace.engine.types import PolicyEngine
@@ -14,7 +13,6 @@ from headrace.rollout.orchestrator import RolloutSource
 from headrace.rollout.window import Hold, Window
 from headrace.stages.context import StageContext
 from headrace.stages.task_metrics import task_metrics
-from headrace.stages.trainers import TrainerGroup
 from headrace.stages.tripping import StageTripwires
 from headrace.tasks.types import TaskService
 from headrace.training import rl
@@ -29,7 +27,6 @@ class RlObserver:
         stage: AgenticRlStage,
         *,
         source: RolloutSource,
-        worker: TrainerGroup,
         engine: PolicyEngine,
         progress: rl.Progress,
         wires: StageTripwires,
@@ -37,7 +34,6 @@ class RlObserver:
         self.context = context
         self.stage = stage
         self.source = source
-        self.worker = worker
         self.system_engine = engine
         self.progress = progress
         self.wires = wires
@@ -45,22 +41,33 @@ class RlObserver:
         self.engine: dict[str, float] = {}
         self.trainer_busy = 0.0
 
-    async def report(self, update: rl.Update) -> None:
-        """Log one update."""
+    def report(self, update: rl.Update) -> Awaitable[None]:
+        """Log one update: counts what is known now; what engines say of it is awaited."""
         now = time.monotonic()
         seconds = max(now - self.last, 1e-6)
         self.last = now
-        engine, trainer = await asyncio.gather(
-            self.system_engine.stats(), self.worker.request("stats")
-        )
-        sampled = engine["tokens_sampled"] - self.engine.get("tokens_sampled", 0.0)
-        busy = engine["busy_s"] - self.engine.get("busy_s", 0.0)
-        trained_s = trainer["busy_s"] - self.trainer_busy
-        first = not self.engine
-        self.engine, self.trainer_busy = engine, trainer["busy_s"]
-        window = self.source.take_window()
+        self.context.ledger.put_state(seconds_key(self.stage.name), self.progress.elapsed_s)
+        self.context.progress(rl.done_fraction(self.stage, self.progress))
+        metrics = self._measured(update, self.source.take_window(), seconds)
+        return self._log(update.step, metrics, seconds)
+
+    async def _log(self, step: int, metrics: dict[str, float], seconds: float) -> None:
+        engine = await self.system_engine.stats()
+        if self.engine:
+            sampled = engine["tokens_sampled"] - self.engine["tokens_sampled"]
+            busy = engine["busy_s"] - self.engine["busy_s"]
+            engines = max(1, engine.get("serving", 1))
+            metrics["engine_busy"] = min(1.0, busy / seconds / engines)
+            metrics["gen_tokens_per_s"] = sampled / seconds
+        self.engine = engine
+        self.context.log(self.stage.name, step, metrics | _replica_metrics(engine))
+
+    def _measured(self, update: rl.Update, window: Window, seconds: float) -> dict[str, float]:
+        trained = dict(update.metrics)
+        busy = trained.pop("busy_s")
+        trained_s, self.trainer_busy = busy - self.trainer_busy, busy
         metrics = {
-            **update.metrics,
+            **trained,
             "version": float(update.version),
             "trained_trajectories": float(update.trajectories),
             "wait_s": update.wait_s,
@@ -78,11 +85,6 @@ class RlObserver:
             **{f"failed.{reason}": float(n) for reason, n in window.failures.items()},
             "rollouts_per_s": window.finished / seconds,
         }
-        if not first:
-            engines = max(1, engine.get("serving", 1))
-            metrics["engine_busy"] = min(1.0, busy / seconds / engines)
-            metrics["gen_tokens_per_s"] = sampled / seconds
-        metrics |= _replica_metrics(engine)
         metrics |= self.wires.measures()
         metrics |= task_metrics(self.source.sharing, window, seconds)
         metrics |= _failure_metrics(self.source, window, self.context.tasks)
@@ -91,9 +93,7 @@ class RlObserver:
             metrics["success_rate"] = metrics["reward_mean"]
         if window.finished:
             metrics["turns_mean"] = window.turns / window.finished
-        self.context.log(self.stage.name, update.step, metrics)
-        self.context.ledger.put_state(seconds_key(self.stage.name), self.progress.elapsed_s)
-        self.context.progress(rl.done_fraction(self.stage, self.progress))
+        return metrics
 
 
 def seconds_key(stage: str) -> str:

@@ -5,9 +5,10 @@ next batch does not need. The loop knows batches, versions and budgets, not wher
 whether a mode goes in step with generation is up to the source and to whoever publishes.
 """
 
+import asyncio
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 import msgspec
 
@@ -141,6 +142,7 @@ async def train(
     committed: Callable[[int, int], None],
     report: Callable[[Update], Awaitable[None]],
     progress: Progress,
+    check: Callable[[int], None] = lambda step: None,
     stop: Callable[[], str | None] = lambda: None,
 ) -> Progress:
     """Run until one of the stage's budgets is used up, or something else says stop.
@@ -152,8 +154,10 @@ async def train(
         publish: saves the trainer's weights and hands them to the engines as the next version, now
             or soon; sets `progress.version` then. Returns seconds that it waited for rollouts.
         committed: called with (batch index, step) when a batch is in the trainer's weights.
-        report: called after each update.
+        report: called after each update; what it returns is awaited beside the next one, for
+            which the trainer would otherwise wait. What fails there is raised after that one.
         progress: where to go on from; changed in place.
+        check: called with each step when its update is made and published; may raise.
         stop: asked before each batch; a word that says why it is the last, or None.
 
     Returns:
@@ -165,50 +169,80 @@ async def train(
     before = progress.elapsed_s
     started = time.monotonic()
     ended: str | None = None
-    while source.replaying or not (ended := used_up(stage, progress) or stop()):
-        waited = time.monotonic()
-        left = stage.seconds - progress.elapsed_s if stage.seconds is not None else _PATIENCE_S
-        batch = await source.cut(progress.version, left)
-        progress.elapsed_s = before + time.monotonic() - started
-        if batch is None:
-            if stage.seconds is None:
-                raise TimeoutError(f"stage {stage.name}: no batch for an hour")
-            ended = "seconds"
-            break
-        updating = time.monotonic()
-        metrics = await trainer.request(
-            "rl",
-            {
-                "samples": samples(batch, teacher_numbers(stage)),
-                "version": progress.version,
-                "learning_rate": learning_rate(stage, progress),
-            },
-            timeout_s=UPDATE_TIMEOUT_S,
-        )
-        tokens = trained_tokens(batch)
-        progress.step += 1
-        progress.trained_tokens += tokens
-        committed(batch.index, progress.step)
-        published, settling = time.monotonic(), 0.0
-        if progress.step % stage.publish_every == 0:
-            settling = await publish(progress)
-        now = time.monotonic()
-        progress.elapsed_s = before + now - started
-        await report(
-            Update(
-                step=progress.step,
-                version=progress.version,
-                batch_index=batch.index,
-                trajectories=len(batch.members),
-                tokens=tokens,
-                wait_s=updating - waited + settling,
-                update_s=published - updating,
-                publish_s=now - published - settling,
-                metrics=metrics,
+    async with _Beside() as reports:
+        while source.replaying or not (ended := used_up(stage, progress) or stop()):
+            waited = time.monotonic()
+            left = stage.seconds - progress.elapsed_s if stage.seconds is not None else _PATIENCE_S
+            batch = await source.cut(progress.version, left)
+            progress.elapsed_s = before + time.monotonic() - started
+            if batch is None:
+                if stage.seconds is None:
+                    raise TimeoutError(f"stage {stage.name}: no batch for an hour")
+                ended = "seconds"
+                break
+            updating = time.monotonic()
+            metrics = await trainer.request(
+                "rl",
+                {
+                    "samples": samples(batch, teacher_numbers(stage)),
+                    "version": progress.version,
+                    "learning_rate": learning_rate(stage, progress),
+                },
+                timeout_s=UPDATE_TIMEOUT_S,
             )
-        )
+            tokens = trained_tokens(batch)
+            progress.step += 1
+            progress.trained_tokens += tokens
+            committed(batch.index, progress.step)
+            published, settling = time.monotonic(), 0.0
+            if progress.step % stage.publish_every == 0:
+                settling = await publish(progress)
+            now = time.monotonic()
+            progress.elapsed_s = before + now - started
+            await reports.begin(
+                report(
+                    Update(
+                        step=progress.step,
+                        version=progress.version,
+                        batch_index=batch.index,
+                        trajectories=len(batch.members),
+                        tokens=tokens,
+                        wait_s=updating - waited + settling,
+                        update_s=published - updating,
+                        publish_s=now - published - settling,
+                        metrics=metrics,
+                    )
+                )
+            )
+            check(progress.step)
     progress.ended_by = ended or ""
     return progress
+
+
+class _Beside:
+    """One piece of work at a time beside the block; the last one is awaited when it ends."""
+
+    def __init__(self) -> None:
+        self._running: asyncio.Future[None] | None = None
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if self._running is None:
+            return
+        if kind is not None and issubclass(kind, asyncio.CancelledError):
+            self._running.cancel()
+        if kind is None:
+            await self._running
+        else:
+            await asyncio.gather(self._running, return_exceptions=True)
+
+    async def begin(self, work: Awaitable[None]) -> None:
+        """Go on with `work` once what was begun before is done, whose exception this raises."""
+        running, self._running = self._running, asyncio.ensure_future(work)
+        if running is not None:
+            await running
 
 
 def teacher_names(stage: AgenticRlStage) -> list[str]:

@@ -307,7 +307,7 @@ class TrainerWorker:
     # -- reinforcement learning -------------------------------------------------------------
 
     def _do_rl(self, samples: list[Any], version: int, learning_rate: float) -> dict[str, float]:
-        """One update on a batch of rollouts."""
+        """One update on a batch of rollouts; `busy_s` of the metrics is since the start."""
         started = time.perf_counter()
         batch = [msgspec.convert(s, Sample) for s in samples]
         # Engines may not have the newest weights yet: `version` is then that of others.
@@ -317,11 +317,8 @@ class TrainerWorker:
         )
         self.fresh = False
         metrics["update_s"] = time.perf_counter() - started
+        metrics["busy_s"] = self.busy_s + metrics["update_s"]
         return metrics
-
-    def _do_stats(self) -> dict[str, float]:
-        """Busy seconds since the start."""
-        return {"busy_s": self.busy_s}
 
 
 def _losses(config: ModelConfig, wanted: dict[str, Any]) -> LossConfig:
