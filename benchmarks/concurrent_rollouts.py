@@ -388,7 +388,7 @@ def shares(name: str, groups: Counter[str]) -> dict[str, float]:
 
 def parse() -> argparse.Namespace:
     parser = new_parser(__doc__)
-    parser.add_argument("--concurrency", type=int, default=1024, help="rollouts in flight")
+    parser.add_argument("--concurrency", type=int, default=1100, help="rollouts in flight")
     parser.add_argument("--engine-ms", type=float, default=50.0, help="an answer takes so long")
     for name, _, full in SIZES:
         parser.add_argument(f"--{name}", type=type(full))
