@@ -78,6 +78,7 @@ def mistake(capsys, arguments):
         (["show", ".", "everything"], '"everything" is unknown'),
         (["show", ".", "trajectory"], "give an id"),
         (["serve", "x", "--port", "99999"], "--port"),
+        (["serve", "x", "--api-key", "k", "--admin-key", "k"], "same as --api-key"),
         (["chat", "x", "--max-tokens", "0"], "--max-tokens"),
     ],
 )

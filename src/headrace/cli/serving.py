@@ -140,7 +140,13 @@ def serve(
         engine_key=engine_key,
     )
     return serve_forever(
-        checkpoint, options, host=host, port=port, api_key=api_key, console=Console()
+        checkpoint,
+        options,
+        host=host,
+        port=port,
+        api_key=api_key,
+        admin_key=admin_key,
+        console=Console(),
     )
 
 
