@@ -380,6 +380,11 @@ async def test_completions_continue_a_text_and_their_own_tokens(
     assert running.calls[1].prompt_delta == (5,)
     stream = await client.completions.create(model="tiny", prompt="one", stream=True)
     assert "".join([chunk.choices[0].text async for chunk in stream]) == "é, two"
+    rare = {"min_p": 0.25, "repetition_penalty": 1.5, "top_k": -1}
+    await client.completions.create(model="tiny", prompt="x", top_p=0.5, extra_body=rare)
+    sampling = running.engine.requests[-1].sampling
+    assert (sampling.min_p, sampling.repetition_penalty, sampling.top_k) == (0.25, 1.5, 0)
+    assert (sampling.top_p, sampling.temperature, sampling.max_tokens) == (0.5, 1.0, 16)
     for fields in ({"echo": True, "stream": True}, {"suffix": "x"}, {"best_of": 3}):
         with pytest.raises(openai.BadRequestError, match="not supported"):
             await client.completions.create(model="tiny", prompt="x", **fields)  # type: ignore[call-overload]

@@ -34,8 +34,6 @@ class ChatRequest(SampledRequest, frozen=True, kw_only=True):
     messages: list[Any]
     tools: list[Any] | None = None
     tool_choice: str | dict[str, Any] | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
@@ -68,8 +66,6 @@ def read(request: ChatRequest, conversation: Conversation | None = None) -> Turn
     limit = request.max_completion_tokens
     wish = request.wish(
         max_tokens=request.max_tokens if limit is None else limit,
-        min_p=request.min_p,
-        repetition_penalty=request.repetition_penalty,
         logprobs=(request.top_logprobs or 0) if request.logprobs else None,
     )
     thinking = (request.chat_template_kwargs or {}).get("enable_thinking")

@@ -24,6 +24,8 @@ class SampledRequest(msgspec.Struct, frozen=True, kw_only=True):
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
     max_tokens: int | None = None
     seed: int | None = None
     n: int | None = None
@@ -54,6 +56,8 @@ class SampledRequest(msgspec.Struct, frozen=True, kw_only=True):
             "temperature": self.temperature,
             "top_p": self.top_p,
             "top_k": 0 if self.top_k == -1 else self.top_k,  # vLLM's spelling of "all"
+            "min_p": self.min_p,
+            "repetition_penalty": self.repetition_penalty,
             "max_tokens": self.max_tokens,
             "seed": self.seed,
             "stop": (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()),
