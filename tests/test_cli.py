@@ -9,7 +9,6 @@ import types
 
 import pytest
 
-from headrace import cli
 from headrace.cli import main
 from headrace.errors import UserError
 
@@ -79,6 +78,7 @@ def mistake(capsys, arguments):
         (["show", ".", "everything"], '"everything" is unknown'),
         (["show", ".", "trajectory"], "give an id"),
         (["serve", "x", "--port", "99999"], "--port"),
+        (["serve", "x", "--api-key", "k", "--admin-key", "k"], "same as --api-key"),
         (["chat", "x", "--max-tokens", "0"], "--max-tokens"),
     ],
 )
@@ -147,7 +147,7 @@ def test_run_passes_seed_and_overrides_and_says_where_the_report_is(
 
 def test_every_run_gets_a_directory_of_its_own(recipe_file, tmp_path, stand_in_run, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(cli.time, "strftime", lambda _: "20260101-000000")
+    monkeypatch.setattr(time, "strftime", lambda _: "20260101-000000")
     for _ in range(2):
         assert main(["run", str(recipe_file)]) == 0
     assert [str(call[1]) for call in stand_in_run] == [

@@ -8,6 +8,7 @@ from concurrent.futures import Future
 import pytest
 
 from headrace.cluster.local import LocalCluster, available_cores
+from headrace.cluster.pending import PendingRequests
 from headrace.cluster.types import UNSENDABLE, WorkerDied, WorkerFailure, WorkerSpec
 from headrace.cluster.worker import serve
 
@@ -99,6 +100,20 @@ async def test_requests_failures_and_many_open_at_once(cluster):
     with pytest.raises(TimeoutError):
         await handle.request("unknown", timeout_s=0.05)
     assert await handle.request("echo", {}) == ["hi", {}]
+
+
+async def test_a_cancellation_that_comes_with_the_answer_is_kept(cluster, monkeypatch):
+    handle = await cluster.start(WorkerSpec("w", "test_local:EchoWorker"))
+    take = PendingRequests.take
+
+    def take_and_cancel(pending, reply):
+        take(pending, reply)
+        asking.cancel()
+
+    monkeypatch.setattr(PendingRequests, "take", take_and_cancel)
+    asking = asyncio.create_task(handle.request("echo"))
+    with pytest.raises(asyncio.CancelledError):
+        await asking
 
 
 async def test_a_connection_lost_a_moment_ago_is_a_death(cluster, monkeypatch):

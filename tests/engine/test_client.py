@@ -20,7 +20,8 @@ from engine_harness import (
 )
 
 from headrace.cluster.local import LocalCluster, LocalHandle
-from headrace.cluster.types import WorkerDied, WorkerSpec
+from headrace.cluster.pending import PendingRequests
+from headrace.cluster.types import Reply, WorkerDied, WorkerSpec
 from headrace.engine.client import ProcessEngine
 from headrace.engine.core import EngineConfig, EngineCore
 from headrace.engine.local import LocalEngine
@@ -94,6 +95,21 @@ async def test_cancelled_caller_frees_its_slot(local: LocalEngine) -> None:
     assert output(await local.generate(ask("r", (4, 5)))) == greedy_reference(
         tiny_model(), (4, 5), 8
     )
+
+
+async def test_a_cancellation_that_comes_with_the_answer_is_kept(
+    local: LocalEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    take = PendingRequests.take
+
+    def take_and_cancel(pending: PendingRequests, reply: Reply) -> None:
+        take(pending, reply)
+        asking.cancel()
+
+    monkeypatch.setattr(PendingRequests, "take", take_and_cancel)
+    asking = asyncio.create_task(local.stats())
+    with pytest.raises(asyncio.CancelledError):
+        await asking
 
 
 async def test_closed_local_engine_fails_what_is_open() -> None:

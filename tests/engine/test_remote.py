@@ -1,5 +1,6 @@
 """A remote headrace engine as a client: requests, streams, weights and errors on the wire."""
 
+import asyncio
 import json
 import math
 
@@ -113,6 +114,19 @@ async def test_a_request_and_its_answer():
     assert (result.preemptions, result.queue_s) == (1, 0.5)
     counted = await engine.stats()
     assert (counted["tokens_sampled"], counted["waiting"]) == (3, 2)
+    await engine.close()
+
+
+async def test_a_cancellation_that_comes_as_the_server_aborts_is_kept(monkeypatch):
+    engine = await Server().engine()
+
+    async def abort_and_cancel(key):
+        ending.cancel()
+
+    monkeypatch.setattr(engine, "_abort_at_server", abort_and_cancel)
+    ending = asyncio.create_task(engine._give_up("key"))
+    with pytest.raises(asyncio.CancelledError):
+        await ending
     await engine.close()
 
 

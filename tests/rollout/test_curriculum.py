@@ -30,7 +30,10 @@ class Problems:
         self.levels = levels
         self.position = 0
 
-    async def draw(self) -> TaskInstance:
+    async def draw(self, count: int) -> list[TaskInstance]:
+        return [self.next() for _ in range(count)]
+
+    def next(self) -> TaskInstance:
         at, self.position = self.position, self.position + 1
         kind = at % len(self.families)
         level = self.levels[kind % len(self.levels)]

@@ -58,8 +58,8 @@ async def groups_needed(config: CurriculumConfig, seed: int) -> tuple[int, float
     curriculum = Curriculum(config, seed=seed)
     positions = itertools.count(seed * 1_000_000)
 
-    async def draw() -> TaskInstance:
-        return instance(next(positions))
+    async def draw(count: int) -> list[TaskInstance]:
+        return [instance(next(positions)) for _ in range(count)]
 
     signal = 0
     for group in range(1, MOST_GROUPS):

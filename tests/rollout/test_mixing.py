@@ -1,5 +1,7 @@
 """Tasks come in their ratios, and nothing that is measured is ever given out."""
 
+import asyncio
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -260,3 +262,29 @@ async def test_a_task_that_answers_at_once_needs_no_thread():
     with pytest.raises(StopIteration) as found:
         work.send(None)  # it never waits
     assert found.value.value not in HeldOut({"a": task}, measured)
+
+
+@pytest.mark.parametrize(
+    ("config", "hops"),
+    [
+        (None, 1),
+        (CurriculumConfig(), 1),
+        (CurriculumConfig(sampling="window", explore=0.0), 2),
+        (CurriculumConfig(sampling="thompson", explore=0.0), 2),
+    ],
+)
+async def test_a_task_that_takes_its_time_is_asked_in_few_hops(config, hops, monkeypatch):
+    """What is surely chosen is drawn and named in one; else only what is chosen is named."""
+    task = FewQuestions("a", 1000)
+    held_out = HeldOut({"a": task}, [task.instance(task.evaluation_seed(0))])
+    curriculum = None if config is None else Curriculum(config)
+    mix = TaskMix([task.share()], held_out=held_out, curriculum=curriculum)
+    asked = []
+
+    async def to_thread(question):
+        asked.append(question)
+        return question()
+
+    monkeypatch.setattr(asyncio, "to_thread", to_thread)
+    await take(mix, 20)
+    assert len(asked) == 20 * hops

@@ -6,10 +6,12 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from headrace.errors import UserError
+from headrace.tokens.detokenise import TokenBytes
 from headrace.tokens.pieces import token_pieces
+from headrace.tokens.tokenizer import TextTokenizer, load_tokenizer
 from headrace.tokens.training import train_tokenizer
 
 TEXTS = [
@@ -79,6 +81,23 @@ def test_pieces_of_any_ids_are_what_they_decode_to(tmp_path: Path) -> None:
         assert b"".join(pieces[i] for i in ids).decode(errors="replace") == decoded
 
     check()
+
+
+@pytest.mark.parametrize("make", [byte_level, sentencepiece])
+def test_readers_of_streams_see_the_same_bytes(make, tmp_path: Path) -> None:
+    pieces = saved(make(), tmp_path)
+    token_bytes = TokenBytes(load_tokenizer(tmp_path))
+    assert [token_bytes.of(i) for i in range(len(pieces))] == pieces
+    assert token_bytes.of(len(pieces)) == token_bytes.of(-1) == token_bytes.of(1 << 40) == b""
+
+
+def test_readers_of_streams_take_any_decoder() -> None:
+    tokenizer = sentencepiece()
+    for decoder in (None, decoders.WordPiece(), decoders.Replace(Regex("a+"), "b")):
+        tokenizer.decoder = decoder  # type: ignore[assignment]  # None takes it off
+        token_bytes = TokenBytes(TextTokenizer(tokenizer))
+        ids = tokenizer.encode("the na\u00efve \u2615", add_special_tokens=False).ids
+        assert b"".join(map(token_bytes.of, ids)).decode() == "the na\u00efve \u2615"
 
 
 def test_a_blank_that_only_begins_a_text_stays(tmp_path: Path) -> None:

@@ -92,8 +92,9 @@ class LocalHandle:
         future = self._open.open(request.id, on_part)
         try:
             self._writer.write(data)
-            await self._writer.drain()
-            return await asyncio.wait_for(future, timeout_s)
+            async with asyncio.timeout(timeout_s):
+                await self._writer.drain()
+                return await future
         except (ConnectionError, BrokenPipeError) as error:
             raise WorkerDied(f"{self.name} (pid {self.pid}) ended") from error
         except RuntimeError as error:

@@ -1,6 +1,7 @@
 """Which requests no engine of a given vocabulary and context can run. Needs no torch."""
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 from headrace.engine.stops import stop_problems
 from headrace.engine.types import EngineError, GenerationRequest
@@ -9,6 +10,25 @@ MAX_ALTERNATIVES = 20
 """Most alternatives reported for one token, as in the OpenAI API."""
 MAX_BIAS = 100
 """Largest change of one logit, as in the OpenAI API."""
+LEAST_TEMPERATURE = 1e-6
+"""The smallest that is not 0, which is greedy."""
+
+
+class Range(NamedTuple):
+    """What a number may be, and what turns it off."""
+
+    low: float
+    high: float
+    off: str
+
+
+RANGES = {
+    "min_p": Range(0.0, 1.0, "0 keeps all"),
+    "repetition_penalty": Range(0.01, 100.0, "1 is off"),
+    "presence_penalty": Range(-2.0, 2.0, "0 is off"),
+    "frequency_penalty": Range(-2.0, 2.0, "0 is off"),
+}
+"""Of parameters that have one for every engine and every API."""
 
 
 def check(request: GenerationRequest, *, vocab: int, max_context: int) -> None:
@@ -48,22 +68,15 @@ def _problems(request: GenerationRequest, vocab: int) -> Iterator[str]:
         )
     if not 0 <= sampling.temperature <= 1e6:
         yield f"temperature is {sampling.temperature}; it must be 0 (greedy) or positive"
-    if 0 < sampling.temperature < 1e-6:
+    if 0 < sampling.temperature < LEAST_TEMPERATURE:
         yield f"temperature is {sampling.temperature}; use 0 for greedy"
     if not 0 < sampling.top_p <= 1:
         yield f"top_p is {sampling.top_p}; it must lie in (0, 1]"
     if sampling.top_k < 0:
         yield f"top_k is {sampling.top_k}; it must be >= 0 (0 keeps all)"
-    if not 0 <= sampling.min_p <= 1:
-        yield f"min_p is {sampling.min_p}; it must lie in [0, 1] (0 keeps all)"
-    if not 0.01 <= sampling.repetition_penalty <= 100:
-        yield (
-            f"repetition_penalty is {sampling.repetition_penalty}; it must lie in [0.01, 100] "
-            "(1 is off)"
-        )
-    for name in ("presence_penalty", "frequency_penalty"):
-        if not -2 <= (penalty := getattr(sampling, name)) <= 2:
-            yield f"{name} is {penalty}; it must lie in [-2, 2] (0 is off)"
+    for name, (low, high, off) in RANGES.items():
+        if not low <= (value := getattr(sampling, name)) <= high:
+            yield f"{name} is {value}; it must lie in [{low:g}, {high:g}] ({off})"
     for token, bias in sampling.logit_bias.items():
         if not 0 <= token < vocab:
             yield f"logit_bias names id {token}, which is outside the vocabulary of {vocab}"

@@ -396,7 +396,8 @@ class HttpEngine(ABC):
 
     async def _give_up(self, key: str) -> None:
         with contextlib.suppress(EngineError, TimeoutError):
-            await asyncio.wait_for(self._abort_at_server(key), ABORT_GRACE_S)
+            async with asyncio.timeout(ABORT_GRACE_S):
+                await self._abort_at_server(key)
 
     async def _end(self, key: str, asked: "asyncio.Task[Answer]") -> Answer:
         """What the server sampled until it heard of the end; NOTHING if it is silent."""

@@ -115,7 +115,8 @@ class LocalEngine(WorkerClient):
             raise EngineError(EngineError.CLOSED, "the engine is closed")
         try:
             answer = self._connection.send(method, payload, on_part)
-            return await asyncio.wait_for(answer, timeout_s)
+            async with asyncio.timeout(timeout_s):
+                return await answer
         except WorkerFailure as failure:
             raise refusal(failure) from failure
 

@@ -75,11 +75,11 @@ def read(
     budget = (request.thinking or {}).get("budget_tokens") if thinking == "enabled" else None
     if budget is not None and type(budget) is not int:
         raise invalid(f"thinking.budget_tokens is {budget!r}; send a number", param="thinking")
-    wish = Wish(
+    wish = Wish.of(
         max_tokens=request.max_tokens,
-        temperature=1.0 if request.temperature is None else request.temperature,
-        top_p=1.0 if request.top_p is None else request.top_p,
-        top_k=request.top_k or 0,
+        temperature=request.temperature,
+        top_p=request.top_p,
+        top_k=request.top_k,
         stop=tuple(request.stop_sequences or ()),
     )
     return new_turn(

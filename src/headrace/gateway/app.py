@@ -169,8 +169,7 @@ def _read_chat(gateway: Gateway, credentials: Credentials, data: bytes) -> _Read
     turn = openai_chat.read(body, transcript.read(text))
     events = None
     if body.stream:
-        counted = body.stream_options is not None and body.stream_options.include_usage
-        events = openai_chat.Stream(gateway.shown(body.model), include_usage=counted)
+        events = openai_chat.Stream(gateway.shown(body.model), include_usage=body.counted)
     return _Read(turn, events, body.metadata)
 
 
@@ -179,9 +178,8 @@ def _read_completion(gateway: Gateway, credentials: Credentials, data: bytes) ->
     shape = openai_completions.Shape.of(body)
     events = None
     if body.stream:
-        counted = body.stream_options is not None and body.stream_options.include_usage
         events = openai_completions.Stream(
-            gateway.shown(body.model), include_usage=counted, shape=shape
+            gateway.shown(body.model), include_usage=body.counted, shape=shape
         )
     return _Read(openai_completions.read(body), events, shape=(shape,))
 

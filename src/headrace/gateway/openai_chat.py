@@ -1,8 +1,7 @@
 """OpenAI chat completions: bodies in, bodies and chunks out.
 
-`top_k`, `min_p` and `repetition_penalty` are the extensions that vLLM and SGLang share;
 `chat_template_kwargs.enable_thinking` switches thinking, `thinking_budget` beside it bounds its
-tokens, and `reasoning_content` carries it.
+tokens, and `reasoning_content` carries it; `openai_fields` says what else is an extension.
 Unknown fields are ignored, as OpenAI does; a known one that would change the answer and is not
 supported is refused.
 """
@@ -12,6 +11,7 @@ from typing import Any
 
 import msgspec
 
+from headrace.gateway.openai_fields import SampledRequest, calls_allowed
 from headrace.gateway.transcript import Conversation
 from headrace.gateway.turn import (
     Answer,
@@ -22,44 +22,21 @@ from headrace.gateway.turn import (
     TokenScore,
     Turn,
     Usage,
-    Wish,
-    as_stops,
     new_turn,
     total_usage,
     unsupported,
 )
 
 
-class StreamOptions(msgspec.Struct, frozen=True):
-    """What to add to a stream."""
-
-    include_usage: bool = False
-
-
-class ChatRequest(msgspec.Struct, frozen=True, kw_only=True):
+class ChatRequest(SampledRequest, frozen=True, kw_only=True):
     """The body of POST /v1/chat/completions, as OpenAI documents it."""
 
     messages: list[Any]
-    model: str = ""
     tools: list[Any] | None = None
     tool_choice: str | dict[str, Any] | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    max_tokens: int | None = None
     max_completion_tokens: int | None = None
-    seed: int | None = None
-    n: int | None = None
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    stop: str | list[str] | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    logit_bias: dict[int, float] | None = None
     response_format: dict[str, Any] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     metadata: dict[str, Any] | None = None
@@ -86,24 +63,9 @@ def read(request: ChatRequest, conversation: Conversation | None = None) -> Turn
             request.response_format.get("type"),
             "the server does not constrain sampling; describe the format in a message instead",
         )
-    if request.tool_choice not in (None, "auto", "none"):
-        raise unsupported("tool_choice", request.tool_choice, "send 'auto' or 'none'")
     limit = request.max_completion_tokens
-    top_k = request.top_k or 0
-    wish = Wish(
+    wish = request.wish(
         max_tokens=request.max_tokens if limit is None else limit,
-        temperature=1.0 if request.temperature is None else request.temperature,
-        top_p=1.0 if request.top_p is None else request.top_p,
-        top_k=0 if top_k == -1 else top_k,  # vLLM's spelling of "all"
-        min_p=request.min_p or 0.0,
-        repetition_penalty=(
-            1.0 if request.repetition_penalty is None else request.repetition_penalty
-        ),
-        presence_penalty=request.presence_penalty or 0.0,
-        frequency_penalty=request.frequency_penalty or 0.0,
-        logit_bias=request.logit_bias or {},
-        seed=request.seed,
-        stop=as_stops(request.stop),
         logprobs=(request.top_logprobs or 0) if request.logprobs else None,
     )
     thinking = (request.chat_template_kwargs or {}).get("enable_thinking")
@@ -112,9 +74,9 @@ def read(request: ChatRequest, conversation: Conversation | None = None) -> Turn
         request.messages if conversation is None else conversation.sent,
         messages=None if conversation is None else conversation.messages,
         tools=request.tools or (),
-        n=1 if request.n is None else request.n,
+        n=request.answers,
         wish=wish,
-        calls_allowed=request.tool_choice != "none",
+        calls_allowed=calls_allowed(request.tool_choice),
         model=request.model,
         thinking=thinking if isinstance(thinking, bool) else None,
         thinking_budget=budget if type(budget) is int else None,

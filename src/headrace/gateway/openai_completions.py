@@ -5,9 +5,9 @@ from typing import Any
 
 import msgspec
 
-from headrace.gateway.openai_chat import StreamOptions, error_body, usage
+from headrace.gateway.openai_chat import error_body, usage
+from headrace.gateway.openai_fields import SampledRequest
 from headrace.gateway.turn import (
-    MAX_SAMPLES,
     Answer,
     ApiError,
     Event,
@@ -15,8 +15,6 @@ from headrace.gateway.turn import (
     Start,
     TokenScore,
     Turn,
-    Wish,
-    as_stops,
     invalid,
     total_usage,
     unsupported,
@@ -27,27 +25,14 @@ DEFAULT_MAX_TOKENS = 16
 _LARGEST_ID = 2**31
 
 
-class CompletionRequest(msgspec.Struct, frozen=True, kw_only=True):
+class CompletionRequest(SampledRequest, frozen=True, kw_only=True):
     """The body of POST /v1/completions."""
 
     prompt: str | list[Any]
-    model: str = ""
-    max_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    n: int | None = None
-    seed: int | None = None
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    stop: str | list[str] | None = None
     logprobs: int | None = None
     echo: bool | None = None
     suffix: str | None = None
     best_of: int | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    logit_bias: dict[int, float] | None = None
     return_token_ids: bool | None = None
     """Adds `prompt_token_ids` and `token_ids` to choices, as vLLM does."""
     return_tokens_as_token_ids: bool | None = None
@@ -64,27 +49,14 @@ def read(request: CompletionRequest) -> Turn:
         raise unsupported("echo", True, "leave it out with stream, or ask without stream")
     if request.suffix:
         raise unsupported("suffix", request.suffix, "leave it out")
-    n = 1 if request.n is None else request.n
-    if request.best_of not in (None, n):
+    if request.best_of not in (None, request.answers):
         raise unsupported("best_of", request.best_of, "leave it out, or send it equal to n")
-    if not 1 <= n <= MAX_SAMPLES:
-        raise invalid(f"n={n} is out of range; send 1 to {MAX_SAMPLES}", param="n")
-    if request.max_tokens == 0 and n > 1:
-        raise invalid(f"n={n} with max_tokens=0 samples nothing; send n=1", param="n")
-    wish = Wish(
+    wish = request.wish(
         max_tokens=DEFAULT_MAX_TOKENS if request.max_tokens is None else request.max_tokens,
-        temperature=1.0 if request.temperature is None else request.temperature,
-        top_p=1.0 if request.top_p is None else request.top_p,
-        top_k=max(0, request.top_k or 0),
-        presence_penalty=request.presence_penalty or 0.0,
-        frequency_penalty=request.frequency_penalty or 0.0,
-        logit_bias=request.logit_bias or {},
-        seed=request.seed,
-        stop=as_stops(request.stop),
         logprobs=request.logprobs,
-        echo=bool(request.echo),
+        echo=request.echo,
     )
-    return Turn(prompt=_prompt(request.prompt), n=n, wish=wish.checked(), model=request.model)
+    return Turn(prompt=_prompt(request.prompt), n=request.answers, wish=wish, model=request.model)
 
 
 def _prompt(prompt: str | list[Any]) -> str | tuple[int, ...]:

@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 
 from headrace.gateway.openai_chat import error_body
+from headrace.gateway.openai_fields import calls_allowed
 from headrace.gateway.openai_items import Recall, item_id, read_items
 from headrace.gateway.transcript import Conversation
 from headrace.gateway.turn import (
@@ -77,13 +78,11 @@ def read(
     kind = ((request.text or {}).get("format") or {}).get("type", "text")
     if kind != "text":
         raise unsupported("text.format.type", kind, "describe the format in the input instead")
-    if request.tool_choice not in (None, "auto", "none"):
-        raise unsupported("tool_choice", request.tool_choice, "send 'auto' or 'none'")
     scored = "message.output_text.logprobs" in (request.include or ())
-    wish = Wish(
+    wish = Wish.of(
         max_tokens=request.max_output_tokens,
-        temperature=1.0 if request.temperature is None else request.temperature,
-        top_p=1.0 if request.top_p is None else request.top_p,
+        temperature=request.temperature,
+        top_p=request.top_p,
         logprobs=(request.top_logprobs or 0) if scored or request.top_logprobs else None,
     )
     effort = (request.reasoning or {}).get("effort")
@@ -102,7 +101,7 @@ def read(
         messages=None if conversation is None else conversation.messages,
         tools=[_tool(tool, i) for i, tool in enumerate(request.tools or ())],
         wish=wish,
-        calls_allowed=request.tool_choice != "none",
+        calls_allowed=calls_allowed(request.tool_choice),
         model=request.model,
         thinking=None if effort is None else effort != "none",
     )

@@ -4,17 +4,19 @@ Each API has a module that reads its bodies into a `Turn`, writes an `Answer` (o
 come) back, and shapes an `ApiError`. The gateway itself sees nothing else.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, NamedTuple, Protocol
 
 import msgspec
 
-from headrace.engine.checks import MAX_ALTERNATIVES
+from headrace.engine.checks import LEAST_TEMPERATURE, MAX_ALTERNATIVES, MAX_BIAS, RANGES, Range
 from headrace.engine.stops import MAX_STOP_BYTES, MAX_STOPS
 from headrace.tokens.messages import Message, check_tools, normalise
 
 MAX_SAMPLES = 64
 """Most answers to one request (n)."""
+_RANGES = {"temperature": Range(0.0, 2.0, "0 is greedy"), **RANGES}
+"""The temperature's as OpenAI documents it; engines take more."""
 
 
 class ApiError(Exception):
@@ -76,57 +78,10 @@ class Wish(msgspec.Struct, frozen=True, kw_only=True):
     logprobs: int | None = None
     echo: bool = False
 
-    def checked(self) -> "Wish":
-        """Itself.
-
-        Raises:
-            ApiError: 400, naming the parameter, its value and what to send instead.
-        """
-        for problem, param in self._problems():
-            raise invalid(problem, param=param)
-        return self
-
-    def _problems(self) -> Sequence[tuple[str, str]]:
-        """What is wrong; comparisons are written so that NaN fails them."""
-        found = []
-        if self.max_tokens is not None and self.max_tokens < (0 if self.echo else 1):
-            found.append(
-                (f"max_tokens={self.max_tokens} is too small; send at least 1", "max_tokens")
-            )
-        for name, low, high in (
-            ("temperature", 0.0, 2.0),
-            ("min_p", 0.0, 1.0),
-            ("presence_penalty", -2.0, 2.0),
-            ("frequency_penalty", -2.0, 2.0),
-            ("repetition_penalty", 0.01, 100.0),
-        ):
-            if not low <= (value := getattr(self, name)) <= high:
-                found.append((f"{name}={value} is out of range; send {low:g} to {high:g}", name))
-        if 0 < self.temperature < 1e-6:
-            found.append((f"temperature={self.temperature} is too small; send 0", "temperature"))
-        if not 0.0 < self.top_p <= 1.0:
-            found.append((f"top_p={self.top_p} is out of range; send above 0 up to 1", "top_p"))
-        if self.top_k < 0:
-            found.append((f"top_k={self.top_k} is negative; send 0 for no limit", "top_k"))
-        if len(self.stop) > MAX_STOPS or any(
-            not 0 < len(s.encode()) <= MAX_STOP_BYTES for s in self.stop
-        ):
-            found.append(
-                (f"stop: send at most {MAX_STOPS} texts of 1 to {MAX_STOP_BYTES} bytes", "stop")
-            )
-        if not 0 <= (self.logprobs or 0) <= MAX_ALTERNATIVES:
-            found.append(
-                (
-                    f"top_logprobs={self.logprobs} is out of range; send 0 to {MAX_ALTERNATIVES}",
-                    "top_logprobs",
-                )
-            )
-        for token, bias in self.logit_bias.items():
-            if token < 0 or not -100 <= bias <= 100:
-                found.append(
-                    (f"logit_bias of {token} is {bias}; send ids with -100 to 100", "logit_bias")
-                )
-        return found
+    @classmethod
+    def of(cls, **asked: Any) -> "Wish":
+        """What a request says; where it says nothing (None), the default."""
+        return cls(**{name: value for name, value in asked.items() if value is not None})
 
 
 class Turn(msgspec.Struct, frozen=True, kw_only=True):
@@ -143,6 +98,9 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True):
         model: as named by the client.
         thinking: whether to think; None leaves it to the server.
         thinking_budget: most tokens of thinking; None for no limit.
+
+    Raises:
+        ApiError: 400, naming the parameter, its value and what to send instead.
     """
 
     sent: list[dict[str, Any]] = []
@@ -155,6 +113,47 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True):
     model: str = ""
     thinking: bool | None = None
     thinking_budget: int | None = None
+
+    def __post_init__(self) -> None:
+        for problem, param in _problems(self):
+            raise invalid(problem, param=param)
+
+
+def _problems(turn: Turn) -> Iterator[tuple[str, str]]:
+    """What is out of range, and the parameter; comparisons are written so that NaN fails them."""
+    n, wish, budget = turn.n, turn.wish, turn.thinking_budget
+    if not 1 <= n <= MAX_SAMPLES:
+        yield f"n={n} is out of range; send 1 to {MAX_SAMPLES}", "n"
+    if budget is not None and budget < 0:
+        yield f"a thinking budget of {budget} is negative; send 0 or more", "thinking"
+    if wish.max_tokens is not None and wish.max_tokens < (0 if wish.echo else 1):
+        yield f"max_tokens={wish.max_tokens} is too small; send at least 1", "max_tokens"
+    if wish.max_tokens == 0 and n > 1:
+        yield f"n={n} with max_tokens=0 samples nothing; send n=1", "n"
+    for name, (low, high, _) in _RANGES.items():
+        if not low <= (value := getattr(wish, name)) <= high:
+            yield f"{name}={value} is out of range; send {low:g} to {high:g}", name
+    if 0 < wish.temperature < LEAST_TEMPERATURE:
+        yield f"temperature={wish.temperature} is too small; send 0", "temperature"
+    if not 0.0 < wish.top_p <= 1.0:
+        yield f"top_p={wish.top_p} is out of range; send above 0 up to 1", "top_p"
+    if wish.top_k < 0:
+        yield f"top_k={wish.top_k} is negative; send 0 for no limit", "top_k"
+    if len(wish.stop) > MAX_STOPS or any(
+        not 0 < len(s.encode()) <= MAX_STOP_BYTES for s in wish.stop
+    ):
+        yield f"stop: send at most {MAX_STOPS} texts of 1 to {MAX_STOP_BYTES} bytes", "stop"
+    if not 0 <= (wish.logprobs or 0) <= MAX_ALTERNATIVES:
+        yield (
+            f"top_logprobs={wish.logprobs} is out of range; send 0 to {MAX_ALTERNATIVES}",
+            "top_logprobs",
+        )
+    for token, bias in wish.logit_bias.items():
+        if token < 0 or not -MAX_BIAS <= bias <= MAX_BIAS:
+            yield (
+                f"logit_bias of {token} is {bias}; send ids with -{MAX_BIAS} to {MAX_BIAS}",
+                "logit_bias",
+            )
 
 
 def new_turn(
@@ -169,7 +168,7 @@ def new_turn(
     thinking: bool | None = None,
     thinking_budget: int | None = None,
 ) -> Turn:
-    """A checked turn of a conversation.
+    """A turn of a conversation.
 
     Args:
         messages: `sent`, normalised, where that is done already.
@@ -177,12 +176,6 @@ def new_turn(
     Raises:
         ApiError: 400.
     """
-    if not 1 <= n <= MAX_SAMPLES:
-        raise invalid(f"n={n} is out of range; send 1 to {MAX_SAMPLES}", param="n")
-    if thinking_budget is not None and thinking_budget < 0:
-        raise invalid(
-            f"a thinking budget of {thinking_budget} is negative; send 0 or more", param="thinking"
-        )
     try:
         if messages is None:
             messages = normalise(sent)
@@ -195,7 +188,7 @@ def new_turn(
         tools=list(tools),
         calls_allowed=calls_allowed,
         n=n,
-        wish=wish.checked(),
+        wish=wish,
         model=model,
         thinking=thinking,
         thinking_budget=thinking_budget,
@@ -371,10 +364,3 @@ def convert(body: dict[str, Any], kind: type[Any]) -> Any:
         return msgspec.convert(body, kind)
     except msgspec.ValidationError as error:
         raise invalid(f"request body: {error}") from error
-
-
-def as_stops(stop: str | list[str] | None) -> tuple[str, ...]:
-    """A stop parameter, which may be one text, several or none."""
-    if stop is None:
-        return ()
-    return (stop,) if isinstance(stop, str) else tuple(stop)

@@ -27,6 +27,9 @@ MOST_TRIES = 4
 """Groups that an unsolved problem gets in all."""
 _MOST_OPEN = 4096
 
+Draw = Callable[[int], Awaitable[Sequence[TaskInstance]]]
+"""Gives the next problems of a task, so many, in the task's own order."""
+
 
 class CurriculumConfig(msgspec.Struct, frozen=True):
     """Constants; see `headrace.recipe.CurriculumTable`, whose keys these are."""
@@ -105,12 +108,12 @@ class Curriculum:
 
     # -- choosing ---------------------------------------------------------------------------
 
-    async def choose(self, task: str, draw: Callable[[], Awaitable[TaskInstance]]) -> TaskInstance:
+    async def choose(self, task: str, draw: Draw) -> TaskInstance:
         """A problem of `task` to attempt next.
 
         Args:
             task: its name.
-            draw: gives the next problem in the task's own order.
+            draw: asked for no more problems than are looked at.
         """
         # Nothing but what is idempotent is remembered before `take`, as a crash may come first.
         number = self.state.choices.get(task, 0)
@@ -120,33 +123,34 @@ class Curriculum:
         if rng.random() < self.config.repeat_share and (waiting := self._due(task)):
             self._repeating, self._how = waiting, "repeated"
             return waiting.instance
-        if not self._filters or rng.random() < self.config.explore:
-            self._how = "explored" if self._filters else "in_order"
-            return self._met(await draw())
+        if not self.filters or rng.random() < self.config.explore:
+            self._how = "explored" if self.filters else "in_order"
+            (instance,) = await draw(1)
+            return self._met(instance)
         return await self._filtered(task, draw, rng)
 
     @property
-    def _filters(self) -> bool:
+    def filters(self) -> bool:
+        """Whether problems that are drawn may be passed over for their kind."""
         return self.config.sampling != "uniform" or self.config.start_level is not None
 
-    async def _filtered(
-        self, task: str, draw: Callable[[], Awaitable[TaskInstance]], rng: Random
-    ) -> TaskInstance:
+    async def _filtered(self, task: str, draw: Draw, rng: Random) -> TaskInstance:
         wanted = self.config.candidates if self.config.sampling == "thompson" else 1
         first: TaskInstance | None = None
         admitted: list[TaskInstance] = []
         levels: set[int] = set()
-        for _ in range(MOST_LOOKS):
-            instance = self._met(await draw())
-            levels.add(instance.level)
-            reason = self._reason(instance)
-            if reason is None:
-                admitted.append(instance)
-                if len(admitted) == wanted:
-                    break
-            else:
-                first = first or instance
-                self._count(task, f"skipped.{reason}")
+        looks = 0
+        while len(admitted) < wanted and looks < MOST_LOOKS:
+            drawn = await draw(min(wanted - len(admitted), MOST_LOOKS - looks))
+            looks += len(drawn)
+            for instance in map(self._met, drawn):
+                levels.add(instance.level)
+                reason = self._reason(instance)
+                if reason is None:
+                    admitted.append(instance)
+                else:
+                    first = first or instance
+                    self._count(task, f"skipped.{reason}")
         if not admitted:
             assert first is not None  # at least one was looked at
             self._how = "none_suitable"

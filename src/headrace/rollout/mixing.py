@@ -7,7 +7,7 @@ come from while they change is `ratios`' business.
 
 import asyncio
 import itertools
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import msgspec
@@ -240,35 +240,49 @@ class TaskMix:
     async def _instance(self, name: str, positions: Iterator[int]) -> TaskInstance:
         """An instance of a task that may train. Everything that is given out passes here."""
 
-        def draw() -> TaskInstance:
-            return self._shares[name].instance(next(positions))
+        share, held_out, curriculum = self._shares[name], self._held_out, self.curriculum
+        filtered = curriculum is not None and curriculum.filters
+        contents: dict[int, str] = {}
+
+        def draw(count: int) -> list[TaskInstance]:
+            drawn = [share.instance(next(positions)) for _ in range(count)]
+            if held_out is not None and not filtered:
+                # It will be chosen, so what it asks is found in the same hop.
+                contents.update((i.seed, held_out.content(i)) for i in drawn)
+            return drawn
+
+        def ask(count: int) -> Awaitable[list[TaskInstance]]:
+            return self._ask(name, lambda: draw(count))
 
         for _ in range(MOST_SKIPS):
-            if self.curriculum is not None:
-                instance = await self.curriculum.choose(name, lambda: self._ask(name, draw))
-            elif self._held_out is not None:
-                instance = await self._ask(name, draw)
+            if curriculum is not None:
+                instance = await curriculum.choose(name, ask)
             else:
-                instance = draw()
-            held, content = await self._look(instance)
+                (instance,) = draw(1) if held_out is None else await ask(1)
+            held, content = await self._look(instance, contents.get(instance.seed))
             if held:
                 self.skipped[name] += 1
-                if self.curriculum is not None:
-                    self.curriculum.leave()
-            elif self.curriculum is None or self.curriculum.take(instance, content):
+                if curriculum is not None:
+                    curriculum.leave()
+            elif curriculum is None or curriculum.take(instance, content):
                 return instance
         raise UserError(
             f"task {name}: {MOST_SKIPS} training instances in a row are held out for evaluation; "
             "choose harder or more families, or fewer evaluation.instances"
         )
 
-    async def _look(self, instance: TaskInstance) -> tuple[bool, str]:
-        """Whether an instance is held out, and what it asks; "" where nobody says."""
-        if self._held_out is None:
-            return False, ""
+    async def _look(self, instance: TaskInstance, content: str | None) -> tuple[bool, str]:
+        """Whether an instance is held out, and what it asks; "" where nobody says.
+
+        Args:
+            content: what it asks, if that is known.
+        """
         held_out = self._held_out
-        content = await self._ask(instance.task, lambda: held_out.content(instance))
-        return self._held_out.holds(instance, content), content
+        if held_out is None:
+            return False, ""
+        if content is None:
+            content = await self._ask(instance.task, lambda: held_out.content(instance))
+        return held_out.holds(instance, content), content
 
     async def _ask(self, name: str, question: Callable[[], Answer]) -> Answer:
         """What a task says, in a thread if it may take a while: rollouts must not stand still.

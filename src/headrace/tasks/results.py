@@ -20,6 +20,12 @@ MOST_COMPONENTS = 64
 _SHOWN = 60
 
 
+def storable(text: str) -> str:
+    """`text` without lone surrogates: a model may spell them and file names hold them, but no
+    report can."""
+    return text.encode("utf-8", "replace").decode()
+
+
 def shown(value: Any) -> str:
     """A value as a message shows it: short, on one line, whatever it is."""
     try:
@@ -27,7 +33,7 @@ def shown(value: Any) -> str:
     except (ValueError, RecursionError):
         # An integer of thousands of digits, a list inside itself.
         text = f"a {type(value).__name__} that cannot be shown"
-    text = " ".join(text.encode("utf-8", "replace").decode().split())
+    text = " ".join(storable(text).split())
     return text if len(text) <= _SHOWN else text[: _SHOWN - 3] + "..."
 
 

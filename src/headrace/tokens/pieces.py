@@ -1,4 +1,4 @@
-"""What each token id spells, in bytes, read from tokenizer.json.
+"""What tokens spell, in bytes, read from their tokenizer's decoder.
 
 The concatenation of tokens' bytes is what decoding them gives, special tokens included; only the
 blank that some decoders take off the very beginning of a text stays. Decoders are read, not run:
@@ -16,14 +16,34 @@ from headrace.errors import UserError
 _MAX_IDS = 1 << 24
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
-_Spell = Callable[[str | bytes], str | bytes]
+_Step = Callable[[str | bytes], str | bytes]
+
+
+def spelling(decoder: dict[str, Any] | None) -> Callable[[str], bytes]:
+    """What an entry of a vocabulary spells.
+
+    Byte-level vocabularies are understood (GPT-2, GLM, Llama 3, Qwen, SmolLM2) and those in the
+    manner of SentencePiece (Llama 2, Mistral, Gemma).
+
+    Args:
+        decoder: as in tokenizer.json.
+
+    Raises:
+        ValueError: another kind of decoder.
+    """
+    steps = list(_steps(decoder))
+
+    def spell(entry: str) -> bytes:
+        spelled: str | bytes = entry
+        for step in steps:
+            spelled = step(spelled)
+        return spelled if isinstance(spelled, bytes) else spelled.encode()
+
+    return spell
 
 
 def token_pieces(folder: str | Path) -> list[bytes]:
-    """Bytes of every id, empty for ids that no token has.
-
-    Byte-level vocabularies are understood (GPT-2, GLM, Llama 3, Qwen, SmolLM2) and those in the
-    manner of SentencePiece (Llama 2, Mistral, Gemma), added and special tokens included.
+    """Bytes of every id, empty for ids that no token has; added and special tokens included.
 
     Args:
         folder: directory with tokenizer.json.
@@ -35,7 +55,7 @@ def token_pieces(folder: str | Path) -> list[bytes]:
     try:
         spec = json.loads(file.read_text(encoding="utf-8"))
         tokens = dict(_tokens(spec))
-        steps = list(_steps(spec.get("decoder")))
+        spell = spelling(spec.get("decoder"))
     except OSError as error:
         raise UserError(
             f"tokenizer {str(file)!r}: cannot be read ({error.strerror}); give a directory with "
@@ -48,10 +68,7 @@ def token_pieces(folder: str | Path) -> list[bytes]:
         ) from error
     pieces = [b""] * (max(tokens, default=-1) + 1)
     for token_id, text in tokens.items():
-        spelled: str | bytes = text
-        for step in steps:
-            spelled = step(spelled)
-        pieces[token_id] = spelled if isinstance(spelled, bytes) else spelled.encode()
+        pieces[token_id] = spell(text)
     return pieces
 
 
@@ -69,7 +86,7 @@ def _tokens(spec: dict[str, Any]) -> Iterator[tuple[int, str]]:
         yield token_id, text
 
 
-def _steps(decoder: dict[str, Any] | None) -> Iterator[_Spell]:
+def _steps(decoder: dict[str, Any] | None) -> Iterator[_Step]:
     """What a decoder does to each token."""
     kind = None if decoder is None else decoder["type"]
     match kind:
@@ -89,6 +106,8 @@ def _steps(decoder: dict[str, Any] | None) -> Iterator[_Spell]:
             yield _replacement(decoder["replacement"], " ")
         case "Replace":
             assert decoder is not None
+            if "String" not in decoder["pattern"]:
+                raise ValueError(f"its decoder replaces {decoder['pattern']}")
             yield _replacement(decoder["pattern"]["String"], decoder["content"])
         case "ByteFallback":
             yield _from_byte_token
@@ -102,7 +121,7 @@ def _fuses(parts: list[dict[str, Any]]) -> bool:
     return any(part["type"] == "Fuse" for part in parts)
 
 
-def _replacement(old: str, new: str) -> _Spell:
+def _replacement(old: str, new: str) -> _Step:
     def replace(token: str | bytes) -> str | bytes:
         return token.replace(old, new) if isinstance(token, str) else token
 

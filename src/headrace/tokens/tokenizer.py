@@ -96,11 +96,9 @@ class TextTokenizer:
         return template if isinstance(template, str) else None
 
     @cached_property
-    def is_byte_level(self) -> bool:
-        """Whether its decoder reads GPT-2's byte alphabet."""
-        decoder = json.loads(self._tokenizer.to_str()).get("decoder") or {}
-        parts = decoder.get("decoders") if decoder.get("type") == "Sequence" else [decoder]
-        return any(part.get("type") == "ByteLevel" for part in parts or ())
+    def decoder(self) -> dict[str, Any] | None:
+        """What makes text of tokens, as tokenizer.json describes it."""
+        return json.loads(self._tokenizer.to_str()).get("decoder")
 
     def vocabulary_entry(self, token: int) -> str | None:
         """The entry of an id as the vocabulary spells it, or None for ids outside of it."""

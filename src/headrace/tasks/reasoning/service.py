@@ -10,7 +10,7 @@ from random import Random
 from typing import Any
 
 import msgspec
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import Field, field_validator
 
 from headrace.errors import UserError
 from headrace.rollout.reasons import FailureReason
@@ -18,6 +18,7 @@ from headrace.rollout.types import Outcome
 from headrace.sandbox.tampering import command_signs
 from headrace.sandbox.types import SandboxProvider
 from headrace.tasks.conversation import AgentFailure, ClientPool
+from headrace.tasks.options import AgentOptions, OutputChars
 from headrace.tasks.reasoning.agent import (
     TOOL_PROMPT,
     ToolLimits,
@@ -36,6 +37,7 @@ from headrace.tasks.reasoning.problems import (
 )
 from headrace.tasks.reasoning.process import WorkerProcess
 from headrace.tasks.reasoning.verifier import Verdict, Verifier, find_answer
+from headrace.tasks.results import storable
 from headrace.tasks.types import (
     Demonstration,
     Endpoint,
@@ -50,10 +52,8 @@ _OTHER_ANSWERS = 20
 """So many other problems are looked at for a wrong answer."""
 
 
-class ReasoningOptions(BaseModel):
+class ReasoningOptions(AgentOptions):
     """Options of the reasoning task."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     families: Mapping[str, Mapping[str, Any]] = {"chain_sum": {}, "basic_arithmetic": {}, "gcd": {}}
     """Families to draw from: a list of names, or a table of settings per name. A family's settings
@@ -74,12 +74,10 @@ class ReasoningOptions(BaseModel):
     """Programs a rollout may run; it has one turn more than that to answer."""
     tool_seconds: float = Field(default=5.0, gt=0, le=600)
     """Wall clock per program; the sandbox's own limits hold besides."""
-    output_chars: int = Field(default=200, ge=16, le=100_000)
+    output_chars: OutputChars = 200
     """Characters of a program's output that the model sees: the last ones."""
     score_seconds: float = Field(default=10.0, gt=0, le=600)
     """Time a scorer may take for one answer; an answer that needs more scores 0."""
-    request_retries: int = Field(default=3, ge=0, le=10)
-    """Repetitions of a failed model request before the rollout counts as an environment failure."""
 
     @field_validator("families", mode="before")
     @classmethod
@@ -220,8 +218,8 @@ class ReasoningTasks:
                 failure = FailureReason.NO_ANSWER
         detail: dict[str, Any] = {
             "instruction": problem.question,
-            "programs": [_encodable(program) for program in transcript.programs],
-            "answer": None if answer is None else _encodable(answer),
+            "programs": [storable(program) for program in transcript.programs],
+            "answer": None if answer is None else storable(answer),
             "expected": problem.answer,
             "turns": transcript.turns,
             "tool_errors": transcript.tool_errors,
@@ -229,8 +227,8 @@ class ReasoningTasks:
         signs = command_signs(transcript.programs, known=problem.question)
         if signs:
             failure, reason = FailureReason.TAMPERING, f"tampering: {signs[0]}"
-            detail["tampering"] = [_encodable(sign) for sign in signs]
-        return RolloutResult(outcome, rewards, _encodable(reason), detail, failure)
+            detail["tampering"] = [storable(sign) for sign in signs]
+        return RolloutResult(outcome, rewards, storable(reason), detail, failure)
 
     async def demonstrations(self, count: int, seed: int, quality: float) -> list[Demonstration]:
         """Scripted conversations for a warm start, on training problems that RL does not use.
@@ -323,8 +321,3 @@ class ReasoningTasks:
         if self._provider is None:
             raise UserError("reasoning task: python_tool needs a sandbox provider; pass one")
         return self._provider
-
-
-def _encodable(text: str) -> str:
-    """`text` without lone surrogates, which a model may spell and no report can store."""
-    return text.encode("utf-8", "replace").decode()

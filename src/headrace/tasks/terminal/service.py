@@ -20,6 +20,8 @@ from headrace.rollout.types import Outcome
 from headrace.sandbox.tampering import command_signs, folder_signs
 from headrace.sandbox.types import SandboxProvider
 from headrace.tasks.conversation import AgentFailure, ClientPool
+from headrace.tasks.options import AgentOptions
+from headrace.tasks.results import storable
 from headrace.tasks.terminal.agent import Transcript, run_agent
 from headrace.tasks.terminal.demonstrations import perform, plan
 from headrace.tasks.terminal.families import FAMILIES, select_families
@@ -58,10 +60,8 @@ class Latency(BaseModel):
     """Standard deviation of the delay's logarithm; 1.0 makes the slowest 1% ten times slower."""
 
 
-class TerminalOptions(BaseModel):
+class TerminalOptions(AgentOptions):
     """Options of the terminal task."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     families: tuple[str, ...] = ()
     """Families to draw from; empty means all."""
@@ -69,10 +69,6 @@ class TerminalOptions(BaseModel):
     """How often levels 1, 2 and 3 are drawn, relative to each other."""
     max_turns: int | None = Field(default=None, ge=1, le=100)
     """Assistant turns per rollout; None takes the endpoint's limit, else the smaller one counts."""
-    output_chars: int = Field(default=80, ge=16, le=100_000)
-    """Characters of a command's output that the model sees."""
-    request_retries: int = Field(default=3, ge=0, le=10)
-    """Repetitions of a failed model request before the rollout counts as an environment failure."""
     latency: Latency | None = None
     """Artificial tool latency, for benchmarks; None for none."""
 
@@ -210,8 +206,8 @@ class TerminalTasks:
         detail = _detail(problem, transcript)
         if signs:
             failure, reason = FailureReason.TAMPERING, f"tampering: {signs[0]}"
-            detail["tampering"] = [_encodable(sign) for sign in signs]
-        return RolloutResult(outcome, rewards, _encodable(reason), detail, failure)
+            detail["tampering"] = [storable(sign) for sign in signs]
+        return RolloutResult(outcome, rewards, storable(reason), detail, failure)
 
     async def demonstrations(self, count: int, seed: int, quality: float) -> list[Demonstration]:
         """Scripted conversations for a warm start, on training problems that RL does not use.
@@ -262,13 +258,8 @@ def _detail(problem: Problem, transcript: Transcript) -> dict[str, Any]:
     return {
         "instruction": problem.instruction,
         "commands": transcript.commands,
-        "answer": None if transcript.answer is None else _encodable(transcript.answer),
+        "answer": None if transcript.answer is None else storable(transcript.answer),
         "expected": goal.expected if isinstance(goal, AnswerGoal) else None,
         "turns": transcript.turns,
         "tool_errors": transcript.tool_errors,
     }
-
-
-def _encodable(text: str) -> str:
-    """`text` without lone surrogates, which file names may hold and no report can store."""
-    return text.encode("utf-8", "replace").decode()
