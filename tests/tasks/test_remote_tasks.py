@@ -420,7 +420,7 @@ async def test_nobody_there_is_said_at_the_start():
 
 async def test_a_hanging_service_is_given_up_and_left_alone_until_it_answers(liar):
     settings = RemoteSettings(
-        answer_s=0.1, poll_s=0.1, admission_s=0.2, first_wait_s=0.01, longest_wait_s=0.02
+        answer_s=0.5, poll_s=0.1, admission_s=0.2, first_wait_s=0.01, longest_wait_s=0.02
     )
     async with opened(liar.url, settings=settings) as far:
         instance = await asyncio.to_thread(far.instance, 2)
