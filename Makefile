@@ -9,6 +9,7 @@
 #   TORCH_INDEX  extra package index for torch, e.g. https://download.pytorch.org/whl/cpu
 #   EXTRAS       optional dependency groups to install
 #   AGENTS       what make agents installs and tests: node, mini-swe-agent, verifiers, coding
+#   WORKERS      processes that share the files of tests; as many as cores, at most 4
 #   ARGS         further arguments, e.g. make quickstart ARGS="--set stages.rl.updates=5"
 
 PYTHON ?=
@@ -17,6 +18,7 @@ EXTRAS ?= dev
 SEED ?=
 ARGS ?=
 AGENTS ?= node mini-swe-agent verifiers
+WORKERS ?= logical
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -26,6 +28,8 @@ TORCH := $(shell sed -n 's/^\(torch==[^ ]*\).*/\1/p' constraints.txt)
 
 # Tests start engine and trainer processes; more compute threads than cores slow all of them down.
 test test-slow agents: export OMP_NUM_THREADS ?= 1
+# A file stays in one process, with what its tests share; tests/conftest.py puts the longest first.
+SHARED := -n $(WORKERS) --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
 .PHONY: help setup quickstart smollm2 glm5-tiny smoke test test-slow agents lint format docs clean
@@ -83,10 +87,10 @@ smoke: setup ## The quickstart's path in under a minute (learns next to nothing)
 
 test: lint ## Lint, types and the default test suite
 	@echo "==> Running the tests"
-	@$(BIN)/python -m pytest -m "not slow" $(ARGS)
+	@$(BIN)/python -m pytest -m "not slow" $(SHARED) $(ARGS)
 
 test-slow: setup ## The tests that take minutes
-	@$(BIN)/python -m pytest -m slow $(ARGS)
+	@$(BIN)/python -m pytest -m slow $(SHARED) $(ARGS)
 
 agents: setup ## Other people's agents in .agents, each by itself, and their tests
 	@tests/agents/install.sh .agents $(BIN)/python $(AGENTS)

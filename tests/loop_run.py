@@ -20,11 +20,12 @@ from openai import AsyncOpenAI
 
 from headrace import run as run_module
 from headrace import system as system_module
-from headrace.recipe import Recipe, parse_recipe
+from headrace.recipe import Recipe
 from headrace.rollout.types import Outcome
 from headrace.run import run_recipe
 from headrace.system import System
 from headrace.tasks.types import Endpoint, RolloutResult, TaskInstance
+from small_runs import ChatTask, small_recipe, use_tasks
 
 GROUP, GROUPS, INSTANCES = 4, 2, 4
 KILLED_AT = 2
@@ -33,43 +34,34 @@ PATIENCE_S = 120.0
 
 
 def recipe_of(checkpoint: Path) -> Recipe:
-    return parse_recipe(
+    return small_recipe(
+        checkpoint,
         {
-            "name": "beside",
-            "model": {"path": str(checkpoint), "renderer": "compact"},
-            "engine": {"max_running": 8, "max_context": 128},
-            "evaluation": {"task": "chat", "instances": INSTANCES + 2, "before": False},
-            "stages": [
-                {
-                    "kind": "agentic_rl",
-                    "name": "rl",
-                    "task": "chat",
-                    "mode": "one_step_off",
-                    "updates": 12,
-                    "group_size": GROUP,
-                    "groups_per_batch": GROUPS,
-                    "concurrency": 8,
-                    "evaluate": False,
-                    "learning_rate": 1e-3,
-                    "result": "best",
-                    "evaluation": {"every": 1, "instances": INSTANCES, "concurrency": 1},
-                    "stop": {"patience": 2},
-                }
-            ],
+            "kind": "agentic_rl",
+            "name": "rl",
+            "task": "chat",
+            "mode": "one_step_off",
+            "updates": 12,
+            "group_size": GROUP,
+            "groups_per_batch": GROUPS,
+            "concurrency": 8,
+            "evaluate": False,
+            "learning_rate": 1e-3,
+            "result": "best",
+            "evaluation": {"every": 1, "instances": INSTANCES, "concurrency": 1},
+            "stop": {"patience": 2},
         },
-        "test",
+        evaluation={"task": "chat", "instances": INSTANCES + 2, "before": False},
     )
 
 
-class Chat:
+class Chat(ChatTask):
     """One turn of a few tokens; two in evaluations, the first one's with newer weights in between.
 
     Args:
         kill: end the process in the middle of the first evaluation.
         resumed: go on where a killed process was, after two updates.
     """
-
-    name = "chat"
 
     def __init__(self, *, kill: bool = False, resumed: bool = False) -> None:
         self.kill = kill
@@ -78,18 +70,6 @@ class Chat:
         self.trained = 0
         self.measured = KILLED_AT if resumed else 0
         self.finished = asyncio.Event()
-
-    def instance(self, seed: int) -> TaskInstance:
-        return TaskInstance(self.name, seed, "chat", 1, 1)
-
-    def train_seed(self, index: int) -> int:
-        return index
-
-    def evaluation_seed(self, index: int) -> int:
-        return -1 - index
-
-    def content_id(self, instance: TaskInstance) -> str:
-        return str(instance.seed)
 
     async def rollout(self, instance: TaskInstance, endpoint: Endpoint) -> RolloutResult:
         held_out = instance.seed < 0
@@ -141,15 +121,8 @@ def scripted(task: Chat, replace: Any) -> Any:
             task.system = opened
             yield opened
 
-    @contextlib.asynccontextmanager
-    async def open_tasks(*_: Any, **__: Any) -> AsyncIterator[Any]:
-        yield None, {"chat": task}
-
-    from headrace.tasks import registry
-
     replace(run_module, "open_system", open_system)
-    replace(run_module, "open_tasks", open_tasks)
-    replace(registry, "create_task", lambda *_: task)
+    use_tasks(replace, {"chat": task})
     yield
 
 

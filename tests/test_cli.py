@@ -234,7 +234,7 @@ def test_help_is_quick_because_no_room_is_imported():
     )
     assert json.loads(done.stdout.splitlines()[-1]) == []
     # Generous: the machine may be busy; the import list above is the real guard.
-    assert time.perf_counter() - started < 10
+    assert time.perf_counter() - started < 30
 
 
 def test_a_real_process_exits_with_2_and_one_line():

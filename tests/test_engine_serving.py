@@ -114,7 +114,7 @@ def test_an_engine_answers_until_interrupted(checkpoint: Path):
                 assert one["ids"] == other["ids"]
             assert client.get(told["document"]).json()["info"]["title"] == "headrace engine"
         process.send_signal(signal.SIGINT)
-        _, errors = process.communicate(timeout=30)
+        _, errors = process.communicate(timeout=60)
         assert (process.returncode, errors) == (0, "")
         # Nothing of its session is left, the engine process in particular.
         with pytest.raises(ProcessLookupError):

@@ -12,39 +12,20 @@ import pytest
 from safetensors.torch import load_file
 
 import loop_run
-from headrace.model.checkpoint import save_checkpoint
-from headrace.model.config import ModelConfig
-from headrace.model.decoder import Decoder
 from headrace.observe.runs import open_run
 from headrace.rollout.audit import audit
 from headrace.rollout.ledger import Ledger
 from headrace.rollout.segments import segments
 from headrace.rollout.types import DropReason, Outcome
 from headrace.run import run_recipe
-from headrace.tokens.training import train_tokenizer
+from small_runs import small_checkpoint
 
 DEADLINE_S = 240
 
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("loop") / "model"
-    config = ModelConfig(
-        vocab_size=400,
-        hidden_size=32,
-        intermediate_size=64,
-        num_layers=2,
-        num_heads=2,
-        num_kv_heads=2,
-        head_dim=16,
-        max_positions=256,
-        tie_embeddings=True,
-    )
-    model = Decoder(config)
-    model.init_weights(0)
-    save_checkpoint(model, folder)
-    train_tokenizer(["hello, go on"] * 20, 400).save(folder)
-    return folder
+    return small_checkpoint(tmp_path_factory.mktemp("loop") / "model")
 
 
 @pytest.fixture(scope="module", params=["whole", pytest.param("killed", marks=pytest.mark.slow)])

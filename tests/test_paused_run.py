@@ -1,21 +1,14 @@
 """A whole run in which rollouts fail and one tampers: rules, counts, the pause, and going on."""
 
-import contextlib
 import json
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from openai import AsyncOpenAI
 
-from headrace import run as run_module
 from headrace.cli import main
 from headrace.errors import RunPaused
-from headrace.model.checkpoint import save_checkpoint
-from headrace.model.config import ModelConfig
-from headrace.model.decoder import Decoder
-from headrace.recipe import Recipe, parse_recipe
+from headrace.recipe import Recipe
 from headrace.rollout.audit import audit
 from headrace.rollout.ledger import Ledger
 from headrace.rollout.reasons import FailureReason
@@ -24,41 +17,22 @@ from headrace.rollout.types import Outcome
 from headrace.run import run_recipe
 from headrace.sandbox.types import SandboxError
 from headrace.tasks.types import Endpoint, RolloutResult, TaskInstance
-from headrace.tokens.training import train_tokenizer
+from small_runs import ChatTask, ask, logged, small_checkpoint, small_recipe, use_tasks
 
 TAMPERS, FAILS, SLOW = 21, 6, 3
 """Rollouts, by number: the one cheats, the sandbox of the other dies, the third takes too long."""
 
 
-class Chat:
+class Chat(ChatTask):
     """One turn; rewards alternate, so that there is signal."""
-
-    name = "chat"
 
     def __init__(self) -> None:
         self.rollouts = 0
 
-    def instance(self, seed: int) -> TaskInstance:
-        return TaskInstance(self.name, seed, "chat", 1, 1)
-
-    def train_seed(self, index: int) -> int:
-        return index
-
-    def evaluation_seed(self, index: int) -> int:
-        return -1 - index
-
-    def content_id(self, instance: TaskInstance) -> str:
-        return str(instance.seed)
-
     async def rollout(self, instance: TaskInstance, endpoint: Endpoint) -> RolloutResult:
         self.rollouts += 1
         number = self.rollouts
-        async with AsyncOpenAI(base_url=endpoint.base_url, api_key=endpoint.api_key) as client:
-            await client.chat.completions.create(
-                model=endpoint.model,
-                messages=[{"role": "user", "content": f"hello {number}"}],
-                max_tokens=4,
-            )
+        await ask(endpoint, f"hello {number}", max_tokens=4)
         if number == FAILS:
             raise SandboxError("the sandbox server ended")
         if number == SLOW:
@@ -75,46 +49,23 @@ class Chat:
 
 @pytest.fixture
 def recipe(tmp_path: Path) -> Recipe:
-    config = ModelConfig(
-        vocab_size=400,
-        hidden_size=32,
-        intermediate_size=64,
-        num_layers=2,
-        num_heads=2,
-        num_kv_heads=2,
-        head_dim=16,
-        max_positions=256,
-        tie_embeddings=True,
-    )
-    model = Decoder(config)
-    model.init_weights(0)
-    save_checkpoint(model, tmp_path / "model")
-    train_tokenizer(["hello, go on"] * 20, 400).save(tmp_path / "model")
-    return parse_recipe(
+    return small_recipe(
+        small_checkpoint(tmp_path / "model"),
         {
-            "name": "paused",
-            "model": {"path": str(tmp_path / "model"), "renderer": "compact"},
-            "engine": {"max_running": 8, "max_context": 128},
-            "measure": {"text_bytes": 0},
-            "stages": [
-                {
-                    "kind": "agentic_rl",
-                    "name": "rl",
-                    "task": "chat",
-                    "updates": 8,
-                    "group_size": 4,
-                    "groups_per_batch": 2,
-                    "concurrency": 8,
-                    "evaluate": False,
-                    "failures": {
-                        "sandbox_died": "retry",
-                        "session_time": "penalise",
-                        "penalty": -0.5,
-                    },
-                }
-            ],
+            "kind": "agentic_rl",
+            "name": "rl",
+            "task": "chat",
+            "updates": 8,
+            "group_size": 4,
+            "groups_per_batch": 2,
+            "concurrency": 8,
+            "evaluate": False,
+            "failures": {
+                "sandbox_died": "retry",
+                "session_time": "penalise",
+                "penalty": -0.5,
+            },
         },
-        "test",
     )
 
 
@@ -124,12 +75,7 @@ def test_tampering_pauses_a_run_until_somebody_has_looked(
 ) -> None:
     task = Chat()
 
-    @contextlib.asynccontextmanager
-    async def open_tasks(*_: Any, **__: Any) -> AsyncIterator[Any]:
-        yield None, {"chat": task}
-
-    monkeypatch.setattr(run_module, "open_tasks", open_tasks)
-    monkeypatch.setattr("headrace.tasks.registry.create_task", lambda *_: task)
+    use_tasks(monkeypatch.setattr, {"chat": task})
     run_dir = tmp_path / "run"
 
     with pytest.raises(RunPaused, match="tripwire tampering in stage rl after update") as pause:
@@ -152,10 +98,9 @@ def test_tampering_pauses_a_run_until_somebody_has_looked(
     assert main(["run", "--resume", str(run_dir), "--acknowledge", "tampering"]) == 0
     summary = json.loads((run_dir / "summary.json").read_text())
     assert (summary["status"], set(summary["laws"].values())) == ("finished", {"held"})
-    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    logged = [row["metrics"] for row in rows if row["stage"] == "rl"]
-    assert sum(m.get("failed.sandbox_died", 0) for m in logged) == 1
-    assert sum(m["retried"] for m in logged) == 1
+    rows = logged(run_dir, "rl")
+    assert sum(row.get("failed.sandbox_died", 0) for row in rows) == 1
+    assert sum(row["retried"] for row in rows) == 1
     with Ledger.resume(run_dir) as ledger:
         assert all(finding.held for finding in audit(ledger, derive=segments).values())
         assert ledger.conservation("rl").closes

@@ -127,7 +127,7 @@ def serving(command: str, checkpoint: Path) -> Iterator[Server]:
         assert process.stdout is not None
         yield Server(process.stdout, process.pid)
         process.send_signal(signal.SIGINT)
-        _, errors = process.communicate(timeout=30)
+        _, errors = process.communicate(timeout=60)
         assert (process.returncode, errors) == (0, "")
         with pytest.raises(ProcessLookupError):
             os.killpg(process.pid, 0)

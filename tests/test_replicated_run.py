@@ -16,10 +16,6 @@ from openai import AsyncOpenAI, NotFoundError
 from headrace import run as run_module
 from headrace import system as system_module
 from headrace.engine.scoring import score_tokens
-from headrace.model.checkpoint import save_checkpoint
-from headrace.model.config import ModelConfig
-from headrace.model.decoder import Decoder
-from headrace.recipe import parse_recipe
 from headrace.rollout.audit import audit
 from headrace.rollout.ledger import Ledger
 from headrace.rollout.router import Router
@@ -28,16 +24,14 @@ from headrace.rollout.types import DropReason, Outcome
 from headrace.run import run_recipe
 from headrace.system import System
 from headrace.tasks.types import Endpoint, RolloutResult, TaskInstance
-from headrace.tokens.training import train_tokenizer
+from small_runs import ChatTask, logged, small_checkpoint, small_recipe, use_tasks
 
 KILLED_AT, LIMITED_AT = 10, 14
 """Rollouts, by number, that harm: the one kills a replica, the other asks for too much."""
 
 
-class Chat:
+class Chat(ChatTask):
     """Two turns with the model, one with the judge; rewards alternate, so that there is signal."""
-
-    name = "chat"
 
     def __init__(self) -> None:
         self.system: System | None = None
@@ -45,23 +39,11 @@ class Chat:
         self.killed = 0
         self.back = asyncio.Event()
 
-    def instance(self, seed: int) -> TaskInstance:
-        return TaskInstance(self.name, seed, "chat", 1, 1)
-
-    def train_seed(self, index: int) -> int:
-        return index
-
-    def evaluation_seed(self, index: int) -> int:
-        return -1 - index
-
-    def content_id(self, instance: TaskInstance) -> str:
-        return str(instance.seed)
-
     async def rollout(self, instance: TaskInstance, endpoint: Endpoint) -> RolloutResult:
         self.rollouts += 1
         number = self.rollouts
         if number > KILLED_AT + 8:  # those at work when it happens go on without it
-            await asyncio.wait_for(self.back.wait(), 60.0)
+            await asyncio.wait_for(self.back.wait(), 180.0)
         assert endpoint.models == ("judge",)
         async with AsyncOpenAI(base_url=endpoint.base_url, api_key=endpoint.api_key) as client:
 
@@ -100,29 +82,7 @@ class Chat:
         self.killed += 1
 
 
-@pytest.fixture
-def checkpoint(tmp_path: Path) -> Path:
-    config = ModelConfig(
-        vocab_size=400,
-        hidden_size=32,
-        intermediate_size=64,
-        num_layers=2,
-        num_heads=2,
-        num_kv_heads=2,
-        head_dim=16,
-        max_positions=256,
-        tie_embeddings=True,
-    )
-    model = Decoder(config)
-    model.init_weights(0)
-    save_checkpoint(model, tmp_path / "model")
-    train_tokenizer(["hello, go on"] * 20, 400).save(tmp_path / "model")
-    return tmp_path / "model"
-
-
-def test_a_run_outlives_a_killed_replica(
-    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_outlives_a_killed_replica(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     task = Chat()
 
     @contextlib.asynccontextmanager
@@ -134,35 +94,25 @@ def test_a_run_outlives_a_killed_replica(
             scores = await score_tokens(opened.models["judge"].engine, [5, 6, 7, 8])
             assert len(scores.logprobs) == 3
 
-    @contextlib.asynccontextmanager
-    async def open_tasks(*_: Any, **__: Any) -> AsyncIterator[Any]:
-        yield None, {"chat": task}
-
     monkeypatch.setattr(run_module, "open_system", open_system)
-    monkeypatch.setattr(run_module, "open_tasks", open_tasks)
-    monkeypatch.setattr("headrace.tasks.registry.create_task", lambda *_: task)
-    recipe = parse_recipe(
+    use_tasks(monkeypatch.setattr, {"chat": task})
+    checkpoint = small_checkpoint(tmp_path / "model")
+    recipe = small_recipe(
+        checkpoint,
         {
-            "name": "replicated",
-            "model": {"path": str(checkpoint), "renderer": "compact"},
-            "engine": {"replicas": 2, "max_running": 8, "max_context": 128},
-            "models": {"judge": {"path": str(checkpoint), "renderer": "compact"}},
-            "session": {"calls": 4, "sampled_tokens": 64},
-            "measure": {"text_bytes": 0},
-            "stages": [
-                {
-                    "kind": "agentic_rl",
-                    "name": "rl",
-                    "task": "chat",
-                    "updates": 4,
-                    "group_size": 4,
-                    "groups_per_batch": 2,
-                    "concurrency": 8,
-                    "evaluate": False,
-                }
-            ],
+            "kind": "agentic_rl",
+            "name": "rl",
+            "task": "chat",
+            "updates": 4,
+            "group_size": 4,
+            "groups_per_batch": 2,
+            "concurrency": 8,
+            "evaluate": False,
         },
-        "test",
+        name="replicated",
+        engine={"replicas": 2, "max_running": 8, "max_context": 128},
+        models={"judge": {"path": str(checkpoint), "renderer": "compact"}},
+        session={"calls": 4, "sampled_tokens": 64},
     )
     run_dir = tmp_path / "run"
     assert run_recipe(recipe, run_dir, resume=False, no_isolation=True) == 0
@@ -171,8 +121,7 @@ def test_a_run_outlives_a_killed_replica(
     summary = json.loads((run_dir / "summary.json").read_text())
     assert summary["status"] == "finished"
     assert set(summary["laws"].values()) == {"held"}
-    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    last = [row["metrics"] for row in rows if row["stage"] == "rl"][-1]
+    last = logged(run_dir, "rl")[-1]
     assert last["replica_restarts"] == 1
     assert {last[f"replica.engine-{i}.restarts"] for i in range(2)} == {0, 1}
     with Ledger.resume(run_dir) as ledger:

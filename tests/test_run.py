@@ -130,7 +130,7 @@ def test_a_run_killed_at_random_moments_resumes_without_loss(smoke, tmp_path):
         time.sleep(rng.random() * 0.5)  # the random moment
         assert process.poll() is None, f"kill {kill} came too late"
         os.kill(process.pid, signal.SIGKILL)
-        process.communicate(timeout=30)
+        process.communicate(timeout=60)
         with Ledger.resume(run_dir) as ledger:
             finished_before |= {
                 s.id for s in ledger.sessions(stage="rl") if s.outcome is Outcome.OK
@@ -178,7 +178,7 @@ def test_a_curriculum_goes_on_after_a_kill_with_the_same_estimates(smoke, tmp_pa
         time.sleep(0.02)  # another process's file: there is nothing to wait on
     assert process.poll() is None
     os.kill(process.pid, signal.SIGKILL)
-    process.communicate(timeout=30)
+    process.communicate(timeout=60)
     with Ledger.resume(run_dir) as ledger:
         before = kept(ledger)
         # What is known is what the decided groups tell, no more and no less.

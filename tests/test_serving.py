@@ -190,7 +190,7 @@ def test_a_server_answers_the_openai_client_until_interrupted(checkpoint):
         ):
             stranger.chat.completions.create(model="x", messages=messages)
         process.send_signal(signal.SIGINT)
-        _, errors = process.communicate(timeout=30)
+        _, errors = process.communicate(timeout=60)
         assert process.returncode == 0, errors
         assert errors == ""
         # Nothing of its session is left, the engine process in particular.

@@ -239,7 +239,7 @@ def kill(process: subprocess.Popen[str]) -> None:
     """SIGKILL the controller; nothing of it may stay."""
     workers = descendants(process.pid)
     os.kill(process.pid, signal.SIGKILL)
-    process.communicate(timeout=30)
+    process.communicate(timeout=60)
     wait_for(lambda: all(map(ended, workers)), f"processes {workers} outlived their run")
 
 

@@ -487,7 +487,7 @@ async def test_an_update_outlives_its_caller(serve: Serve):
 
 
 async def test_health_tells_ok_unresponsive_and_closed_apart(serve: Serve):
-    engine, client = await serve(status_s=0.05)
+    engine, client = await serve(status_s=0.3)
     healthy = await client.get("/health")
     assert (healthy.status_code, healthy.json()) == (
         200,
@@ -502,7 +502,7 @@ async def test_health_tells_ok_unresponsive_and_closed_apart(serve: Serve):
         },
     )
     engine.stats_gate.clear()
-    for _ in range(5):
+    for _ in range(3):
         response = await client.get("/health")
         assert (response.status_code, response.json()["status"]) == (503, "unresponsive")
     assert engine.stats_calls == 2, "the open question is joined, not repeated"

@@ -121,15 +121,15 @@ async def test_too_late_and_cancelled_requests_close_their_connections():
     async with pool_to(server) as pool:
         with pytest.raises(httpx.ReadTimeout):
             await post(pool, timeout_s=0.05)
-        await asyncio.wait_for(server.lost.wait(), 5)
+        await asyncio.wait_for(server.lost.wait(), 30)
         server.lost.clear()
         task = asyncio.create_task(post(pool))
         for _ in range(2):
-            await asyncio.wait_for(server.entered.acquire(), 5)
+            await asyncio.wait_for(server.entered.acquire(), 30)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-        await asyncio.wait_for(server.lost.wait(), 5)
+        await asyncio.wait_for(server.lost.wait(), 30)
         assert await post(pool) == (200, b"ok")
 
 

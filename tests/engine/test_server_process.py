@@ -182,5 +182,5 @@ asyncio.run(main())
     started = [guard, *pids(tmp_path)]
     assert all(alive(pid) for pid in started)
     owner.kill()
-    owner.communicate(timeout=10)
+    owner.communicate(timeout=60)
     assert wait_gone(started)

@@ -4,100 +4,42 @@ import asyncio
 from collections.abc import Awaitable, Callable
 
 import pytest
+from stand_ins import TIMEOUT, ScriptedGate, ScriptedTask, build, runner_of
 
 from headrace.rollout.audit import audit
 from headrace.rollout.failures import FailureRules, Rule
 from headrace.rollout.ledger import Ledger
-from headrace.rollout.mixing import TaskMix, TaskShare
 from headrace.rollout.orchestrator import RolloutSource
 from headrace.rollout.reasons import FailureReason
-from headrace.rollout.runner import RolloutRunner, Ticket
-from headrace.rollout.source_config import SourceConfig
-from headrace.rollout.types import Call, DropReason, FinishReason, Outcome, ParseState, Span
-from headrace.tasks.types import Endpoint, RolloutResult, TaskInstance
+from headrace.rollout.runner import Ticket
+from headrace.rollout.types import DropReason, Outcome
+from headrace.tasks.types import RolloutResult, TaskInstance
 
-TIMEOUT = 20.0
 Script = Callable[[int], Awaitable[RolloutResult]]
-
-
-class Gate:
-    """One call of two tokens per session; refuses what it is told to."""
-
-    def __init__(self, ledger: Ledger, limit: str | None = None, refusal: str | None = None):
-        self.ledger, self.limit, self.refusal = ledger, limit, refusal
-        self.opened: list[str] = []
-
-    def open_session(self, session_id, *, limits=None, seed=None) -> str:
-        self.opened.append(session_id)
-        return session_id
-
-    def exceeded(self, session_id) -> str | None:
-        return self.limit
-
-    def refused(self, session_id) -> str | None:
-        return self.limit or self.refusal
-
-    async def close_session(self, session_id) -> tuple[Call, ...]:
-        call = Call(
-            id=f"{session_id}/0",
-            session_id=session_id,
-            index=0,
-            parent_id=None,
-            fork_reason=None,
-            idempotency_key=None,
-            messages=[{"role": "user", "content": "hi"}],
-            tools=[],
-            renderer_id="toy",
-            prompt_delta=(1, 2, 3),
-            spans=(Span((4, 5), (-0.5, -0.25), 1, "e"),),
-            finish_reason=FinishReason.STOP,
-            parse_state=ParseState.OK,
-            response={"role": "assistant", "content": "x"},
-            started_at=0.0,
-            finished_at=0.0,
-        )
-        self.ledger.record_call(call)
-        return (call,)
-
-
-class Task:
-    """Does what its script says of the number of the rollout."""
-
-    name = "toy"
-
-    def __init__(self, script: Script) -> None:
-        self.script = script
-        self.attempts = 0
-
-    def instance(self, seed: int) -> TaskInstance:
-        return TaskInstance("toy", seed, "f", 1, 1)
-
-    def train_seed(self, index: int) -> int:
-        return index
-
-    def evaluation_seed(self, index: int) -> int:
-        return -1 - index
-
-    def content_id(self, instance: TaskInstance) -> str:
-        return str(instance.seed)
-
-    async def rollout(self, instance: TaskInstance, endpoint: Endpoint) -> RolloutResult:
-        self.attempts += 1
-        number = self.attempts
-        await asyncio.sleep(0)
-        return await self.script(number)
 
 
 def scored(number: int) -> RolloutResult:
     return RolloutResult(Outcome.OK, {"reward": float(number % 2)})
 
 
-def open_source(ledger: Ledger, script: Script, rules: FailureRules) -> tuple[RolloutSource, Gate]:
-    task, gate = Task(script), Gate(ledger)
-    runner = RolloutRunner(tasks={"toy": task}, gate=gate, ledger=ledger, base_url="", model="m")
-    share = TaskShare("toy", 1.0, task.instance)
-    config = SourceConfig("rl", 4, 1, 4, 1, 1.0, 100, mode="sync", failures=rules)
-    return RolloutSource(config, runner=runner, ledger=ledger, mix=TaskMix([share])), gate
+def open_source(
+    ledger: Ledger, script: Script, rules: FailureRules
+) -> tuple[RolloutSource, ScriptedGate]:
+    """A source whose rollouts do what `script` says of their numbers, from 1."""
+
+    async def numbered(number: int, instance: TaskInstance) -> RolloutResult:
+        await asyncio.sleep(0)
+        return await script(number + 1)
+
+    gate, source = build(
+        ledger,
+        ScriptedTask(numbered),
+        groups_per_batch=1,
+        concurrency=4,
+        mode="sync",
+        failures=rules,
+    )
+    return source, gate
 
 
 @pytest.mark.parametrize(
@@ -115,13 +57,11 @@ def open_source(ledger: Ledger, script: Script, rules: FailureRules) -> tuple[Ro
 async def test_the_gateway_knows_why_an_agent_could_not_go_on(
     ledger, limit, refusal, failure, outcome
 ):
-    async def script(number):
+    async def script(number, instance):
         raise RuntimeError("400")
 
-    task = Task(script)
-    runner = RolloutRunner(
-        tasks={"toy": task}, gate=Gate(ledger, limit, refusal), ledger=ledger, base_url="", model=""
-    )
+    task = ScriptedTask(script)
+    runner = runner_of({"toy": task}, ledger, ScriptedGate(ledger, limit=limit, refusal=refusal))
     ledger.dispatch("rl", "train", "g", "toy", {}, ["s"])
     ticket = Ticket(
         "s", "g", "rl", "train", task.instance(1), 1.0, penalties={FailureReason.SESSION_TIME: -1.0}

@@ -3,19 +3,13 @@
 import asyncio
 
 import pytest
-from test_orchestrator import TIMEOUT, ScriptedTask, build, mix_of, settle
+from stand_ins import TIMEOUT, ScriptedTask, build, mix_of, settle
 
 from headrace.rollout.ledger import Ledger
 from headrace.rollout.sharing import cursor_key
 from headrace.rollout.types import Outcome
 from headrace.rollout.window import Hold, HoldTimer
 from headrace.tasks.types import RolloutResult
-
-
-@pytest.fixture
-def ledger(tmp_path):
-    with Ledger.create(tmp_path) as opened:
-        yield opened
 
 
 def lags(batch, version: int) -> set[int]:

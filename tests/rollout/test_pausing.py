@@ -3,17 +3,15 @@
 import asyncio
 
 import pytest
+from stand_ins import TIMEOUT, runner_of
 
 from headrace.rollout.ledger import Ledger
 from headrace.rollout.mixing import TaskMix, TaskShare
 from headrace.rollout.orchestrator import RolloutSource
 from headrace.rollout.pausing import TaskPauses
-from headrace.rollout.runner import RolloutRunner
 from headrace.rollout.source_config import SourceConfig
-from headrace.rollout.types import Call, Outcome
+from headrace.rollout.types import Outcome
 from headrace.tasks.types import RolloutResult, TaskInstance, TaskUnavailable
-
-TIMEOUT = 20.0
 
 
 class Clock:
@@ -89,22 +87,6 @@ def test_the_verdict_comes_when_no_task_has_worked_for_long_enough():
     )
 
 
-class Gate:
-    """No session calls a model."""
-
-    def open_session(self, session_id, *, limits=None, seed=None) -> str:
-        return session_id
-
-    def exceeded(self, session_id) -> str | None:
-        return None
-
-    def refused(self, session_id) -> str | None:
-        return None
-
-    async def close_session(self, session_id) -> tuple[Call, ...]:
-        return ()
-
-
 class Task:
     """Works, or fails as `broken` says: "" works, "rollout" fails those, "instance" all."""
 
@@ -132,13 +114,7 @@ class Task:
 async def test_a_broken_task_hurts_only_itself_and_comes_back(tmp_path, how, mode):
     good, bad = Task("good"), Task("bad")
     with Ledger.create(tmp_path) as ledger:
-        runner = RolloutRunner(
-            tasks={"good": good, "bad": bad},  # type: ignore[dict-item] # as far as it is asked
-            gate=Gate(),
-            ledger=ledger,
-            base_url="http://x",
-            model="m",
-        )
+        runner = runner_of({"good": good, "bad": bad}, ledger)
         mix = TaskMix([TaskShare(t.name, 1.0, t.instance) for t in (good, bad)])
         words: list[str] = []
         pauses = TaskPauses(

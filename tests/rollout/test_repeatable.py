@@ -2,64 +2,40 @@
 
 import asyncio
 import itertools
+from typing import Any
 
 import pytest
+from stand_ins import TIMEOUT, ScriptedGate, runner_of
 
 from headrace.rollout.ledger import Ledger
 from headrace.rollout.mixing import TaskMix, TaskShare
 from headrace.rollout.naming import first_name
 from headrace.rollout.orchestrator import RolloutSource
-from headrace.rollout.runner import RolloutRunner
 from headrace.rollout.sharing import cursor_key
 from headrace.rollout.source_config import SourceConfig
 from headrace.rollout.trained import trained_digest, trained_trajectories
-from headrace.rollout.types import Call, FinishReason, Outcome, ParseState, Span
+from headrace.rollout.types import Outcome
 from headrace.tasks.types import Endpoint, RolloutResult, TaskInstance
 
 BATCHES = 4
-TIMEOUT = 10.0
 
 
-class SeededGate:
+class SeededGate(ScriptedGate):
     """Its sessions sample what their seed says, as engines do."""
 
     def __init__(self, ledger: Ledger) -> None:
-        self.ledger = ledger
+        super().__init__(ledger)
         self.seeds: dict[str, int | None] = {}
 
-    def open_session(self, session_id, *, limits=None, seed=None) -> str:
+    def open_session(self, session_id: str, *, limits: Any = None, seed: int | None = None) -> str:
+        super().open_session(session_id)
         self.seeds[session_id] = seed
         return f"{seed}"
 
-    def exceeded(self, session_id) -> str | None:
-        return None
-
-    def refused(self, session_id) -> str | None:
-        return None
-
-    async def close_session(self, session_id) -> tuple[Call, ...]:
+    def sampled(self, session_id: str) -> tuple[int, int]:
         seed = self.seeds[session_id]
         assert seed is not None
-        call = Call(
-            id=f"{session_id}/0",
-            session_id=session_id,
-            index=0,
-            parent_id=None,
-            fork_reason=None,
-            idempotency_key=None,
-            messages=[],
-            tools=[],
-            renderer_id="toy",
-            prompt_delta=(1, 2),
-            spans=(Span((seed % 1009, seed % 997), (-0.5, -0.25), 1, "e"),),
-            finish_reason=FinishReason.STOP,
-            parse_state=ParseState.OK,
-            response={},
-            started_at=0.0,
-            finished_at=0.0,
-        )
-        self.ledger.record_call(call)
-        return (call,)
+        return (seed % 1009, seed % 997)
 
 
 class SeededTask:
@@ -91,13 +67,7 @@ async def live(ledger: Ledger, stop: int | None) -> None:
     share = TaskShare("toy", 1.0, lambda i: TaskInstance("toy", i // 3, "f", 1, 1))
     source = RolloutSource(
         SourceConfig("rl", 4, 2, 8, 1, 1.0, 100, mode="sync", seed=5),
-        runner=RolloutRunner(
-            tasks={"toy": task},  # type: ignore[dict-item] # as far as it is asked
-            gate=gate,
-            ledger=ledger,
-            base_url="",
-            model="m",
-        ),
+        runner=runner_of({"toy": task}, ledger, gate),
         ledger=ledger,
         mix=TaskMix([share], state=ledger.get_state(cursor_key("rl"))),
     )

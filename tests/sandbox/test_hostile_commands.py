@@ -14,6 +14,9 @@ from headrace.sandbox.types import EndReason, FileEntry
 Limited = Callable[..., ServerProvider]
 Processes = Callable[[str], list[int]]
 
+SOON_S = 20.0
+"""Less than any command here would take if nothing ended it, and plenty for a busy machine."""
+
 
 async def test_fork_bomb_is_bounded_and_leaves_others_alone(limited: Limited) -> None:
     provider = limited(processes=24, wall_s=1.0)
@@ -24,7 +27,7 @@ async def test_fork_bomb_is_bounded_and_leaves_others_alone(limited: Limited) ->
         assert (calm.exit_code, calm.output) == (0, b"fine\n")
     result = await bomb
     assert b"Resource temporarily unavailable" in result.output
-    assert result.wall_s < 3.0
+    assert result.wall_s < SOON_S
     assert (await bomber.run("echo alive")).output == b"alive\n"
 
 
@@ -102,7 +105,6 @@ async def test_background_processes_end_with_the_command(
         assert not host_processes("sleep 8601"), daemon
         assert b"started" in result.output
         assert (result.exit_code, result.ended) == (0, EndReason.EXITED)
-        assert result.wall_s < 3.0
 
 
 async def test_signals_reach_nothing_outside(provider: ServerProvider) -> None:
@@ -171,7 +173,7 @@ async def test_no_network(provider: ServerProvider) -> None:
         for address in (f"127.0.0.1/{port}", "192.0.2.1/80", "1.1.1.1/53"):
             result = await box.run(f"exec 3<>/dev/tcp/{address} && echo connected")
             assert result.exit_code != 0
-            assert result.wall_s < 2.0
+            assert result.ended is EndReason.EXITED, "refused, not waited for"
         assert not reached.is_set()
 
 
@@ -202,19 +204,18 @@ async def test_memory_files_are_refused_or_count_as_disk(limited: Limited, opene
 
 
 async def test_cpu_limit(limited: Limited) -> None:
-    box = await limited(cpu_s=0.5, wall_s=15.0).open({})
+    box = await limited(cpu_s=0.5, wall_s=60.0).open({})
     result = await box.run("while :; do :; done")
     assert result.ended is EndReason.TIME
-    assert result.exit_code == 152
-    assert result.wall_s < 12.0
+    assert result.exit_code == 152, "by the limit of its processor time"
 
 
 async def test_cpu_limit_cannot_be_ignored_or_raised(limited: Limited) -> None:
-    box = await limited(cpu_s=0.5, wall_s=20.0).open({})
+    box = await limited(cpu_s=0.5, wall_s=60.0).open({})
     result = await box.run("ulimit -t unlimited; trap '' XCPU; while :; do :; done")
     assert result.ended is EndReason.TIME
     assert result.exit_code == 137
-    assert result.wall_s < 18.0
+    assert result.wall_s < 50.0
 
 
 @pytest.mark.parametrize("command", ["sleep 60", "trap '' TERM INT HUP; sleep 60 & wait; sleep 60"])
@@ -222,7 +223,7 @@ async def test_wall_limit(provider: ServerProvider, command: str) -> None:
     box = await provider.open({})
     began = time.monotonic()
     result = await box.run(f"echo before; {command}; echo after", timeout_s=0.3)
-    assert time.monotonic() - began < 3.0
+    assert time.monotonic() - began < SOON_S
     assert (result.ended, result.exit_code) == (EndReason.TIME, 137)
     assert result.output == b"before\n"
 

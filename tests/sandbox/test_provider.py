@@ -22,11 +22,11 @@ Processes = Callable[[str], list[int]]
 
 
 def wait_for_end(pid_fd: int) -> bool:
-    """Whether the process ends within five seconds."""
+    """Whether the process ends within half a minute."""
     poller = select.poll()
     poller.register(pid_fd, select.POLLIN)
     try:
-        return bool(poller.poll(5000))
+        return bool(poller.poll(30_000))
     finally:
         os.close(pid_fd)
 
@@ -40,7 +40,7 @@ def only_child(pid: int) -> int:
 
 
 async def running_pid(find: Processes, text: str) -> int:
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 30
     while time.monotonic() < deadline:
         if found := find(text):
             return found[-1]

@@ -12,7 +12,7 @@ from headrace.cluster.local import LocalCluster, LocalHandle
 from headrace.cluster.types import WorkerDied, WorkerFailure, WorkerSpec
 from headrace.stages.trainers import TrainerGroup, open_trainer
 
-WAIT_S = 120.0
+WAIT_S = 600.0
 """Longer than any of these tests; what would be waited for if a failure were not noticed."""
 
 

@@ -287,10 +287,17 @@ def named(seed: int, **changes: Any) -> dict[str, Any]:
     return {"instance": {**instance, **changes}, "content_id": f"c{seed}"}
 
 
-def result(**changes: Any) -> Callable[[str], str]:
+def result(*, content_id: str = "c2", **changes: Any) -> Callable[[str], str]:
     """The text of a finished rollout with this result; Python spells NaN where JSON cannot."""
     said = {"outcome": "ok", "rewards": {"reward": 1.0}, **changes}
-    return lambda i: json.dumps({"id": i, "status": "done", "content_id": "c2", "result": said})
+    done = {"status": "done", "content_id": content_id, "result": said}
+    return lambda i: json.dumps({"id": i, **done})
+
+
+def rewarded(digits: str) -> Callable[[str], str]:
+    """The text of a finished rollout whose reward is spelled so; Python would not write it."""
+    told = result()
+    return lambda i: told(i).replace('"reward": 1.0', f'"reward": {digits}')
 
 
 @pytest.fixture
@@ -313,8 +320,8 @@ LIES = {
     ),
     "nan": (result(rewards={"reward": float("nan")}), "rewards.reward is nan"),
     "inf": (result(rewards={"reward": 1.0, "s": float("-inf")}), "rewards.s is -inf"),
-    "huge": (lambda i: result()(i).replace("1.0", "1" + "0" * 999), "rewards.reward is 10000"),
-    "endless": (lambda i: result()(i).replace("1.0", "1" * 9999), "rollout is no JSON"),
+    "huge": (rewarded("1" + "0" * 999), "rewards.reward is 10000"),
+    "endless": (rewarded("1" * 9999), "rollout is no JSON"),
     "too good": (result(rewards={"reward": 1.5}), r"rewards.reward is 1.5, .* not in \[0, 1\]"),
     "below": (result(rewards={"reward": -0.1}), r"rewards.reward is -0.1"),
     "text": (result(rewards={"reward": "1"}), "rewards.reward is '1'; use a number"),
@@ -329,7 +336,7 @@ LIES = {
     "detail": (result(detail={"a": "x" * 500_000}), "detail has 500008 bytes"),
     "megabytes": (result(detail={"a": "x" * 3_000_000}), "more than 1048576 bytes"),
     "detail type": (result(detail="x"), "rollout.result.detail is 'x'"),
-    "other content": (lambda i: result()(i).replace("c2", "c4"), "content_id is 'c4'.*'c2' before"),
+    "other content": (result(content_id="c4"), "content_id is 'c4'.*'c2' before"),
 }
 
 
@@ -413,7 +420,7 @@ async def test_nobody_there_is_said_at_the_start():
 
 async def test_a_hanging_service_is_given_up_and_left_alone_until_it_answers(liar):
     settings = RemoteSettings(
-        answer_s=0.1, poll_s=0.1, admission_s=0.2, first_wait_s=0.01, longest_wait_s=0.02
+        answer_s=0.5, poll_s=0.1, admission_s=0.2, first_wait_s=0.01, longest_wait_s=0.02
     )
     async with opened(liar.url, settings=settings) as far:
         instance = await asyncio.to_thread(far.instance, 2)

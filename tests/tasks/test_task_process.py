@@ -38,10 +38,10 @@ class Small:
         return RolloutResult(Outcome.OK, {"reward": 1.0}, self.word)
 """
 QUICK = RemoteSettings(
-    answer_s=1.0, poll_s=0.2, admission_s=30.0, first_wait_s=0.02, longest_wait_s=0.1
+    answer_s=3.0, poll_s=0.2, admission_s=30.0, first_wait_s=0.02, longest_wait_s=0.1
 )
 ENDPOINT = Endpoint("http://127.0.0.1:1/v1", "k", "m", timeout_s=5.0)
-WAIT_S = 60.0
+WAIT_S = 180.0
 
 
 @pytest.fixture

@@ -85,6 +85,7 @@ def test_plans_keep_the_bound_and_every_sequence_on_equal_numbers_of_micro_batch
     assert all(len(b) < 2 or sum(lengths[i] for i in b) <= max_tokens for b in batches)
     assert len(plan) == ranks
     assert len({len(rank) for rank in plan}) == 1
+    assert len(plan[0]) <= max(1, -(-len(lengths) // ranks)), "none is empty without need"
 
 
 def test_plans_share_tokens_evenly():

@@ -86,7 +86,9 @@ def plan_micro_batches(
     if ranks < 1 or max_tokens < 1:
         raise ValueError(f"plan_micro_batches: max_tokens {max_tokens}, ranks {ranks}")
     order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
-    rounds = max(1, -(-sum(lengths) // (max_tokens * ranks)))
+    # One that is too long fills a micro-batch, and no second one.
+    filled = sum(min(length, max_tokens) for length in lengths)
+    rounds = max(1, -(-filled // (max_tokens * ranks)))
     while True:
         bins = _deal(lengths, order, rounds * ranks)
         if all(len(b) < 2 or sum(lengths[i] for i in b) <= max_tokens for b in bins):
