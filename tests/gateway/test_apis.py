@@ -124,3 +124,25 @@ async def test_keys_of_two_sessions_are_refused(running: Running) -> None:
             headers={"Authorization": f"Bearer {running.key}"},
         )
     assert (answer.status_code, answer.json()["error"]["code"]) == (401, "ambiguous_session")
+
+
+@pytest.mark.parametrize(
+    ("stop", "words"),
+    [
+        ('["x", ""]', "stop holds '' of 0 bytes"),
+        ('["' + 300 * "x" + '"]', "of 300 bytes"),
+        ('["\\ud800"]', "not valid JSON"),  # to a strict reader
+    ],
+)
+@pytest.mark.parametrize("route", ["chat/completions", "completions", "messages"])
+async def test_an_impossible_stop_text_is_the_clients_mistake(
+    running: Running, route: str, stop: str, words: str
+) -> None:
+    name = "stop_sequences" if route == "messages" else "stop"
+    body = f'{{"model": "m", "max_tokens": 4, "messages": [], "prompt": "x", "{name}": {stop}}}'
+    body = body.replace("[]", '[{"role": "user", "content": "x"}]')
+    async with httpx.AsyncClient(headers={"Authorization": f"Bearer {running.key}"}) as http:
+        answer = await http.post(f"{running.root}/v1/{route}", content=body)
+    assert answer.status_code == 400
+    assert words in answer.json()["error"]["message"]
+    assert running.engine.requests == []

@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 import msgspec
 
 from headrace.engine.checks import LEAST_TEMPERATURE, MAX_ALTERNATIVES, MAX_BIAS, RANGES, Range
-from headrace.engine.stops import MAX_STOP_BYTES, MAX_STOPS
+from headrace.engine.stops import stop_problems
 from headrace.tokens.messages import Message, check_tools, normalise
 
 MAX_SAMPLES = 64
@@ -139,10 +139,8 @@ def _problems(turn: Turn) -> Iterator[tuple[str, str]]:
         yield f"top_p={wish.top_p} is out of range; send above 0 up to 1", "top_p"
     if wish.top_k < 0:
         yield f"top_k={wish.top_k} is negative; send 0 for no limit", "top_k"
-    if len(wish.stop) > MAX_STOPS or any(
-        not 0 < len(s.encode()) <= MAX_STOP_BYTES for s in wish.stop
-    ):
-        yield f"stop: send at most {MAX_STOPS} texts of 1 to {MAX_STOP_BYTES} bytes", "stop"
+    for problem in stop_problems(wish.stop):
+        yield problem, "stop"
     if not 0 <= (wish.logprobs or 0) <= MAX_ALTERNATIVES:
         yield (
             f"top_logprobs={wish.logprobs} is out of range; send 0 to {MAX_ALTERNATIVES}",
