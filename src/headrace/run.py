@@ -200,18 +200,6 @@ class _Run:
                 MetricsWriter(self.dir, resume=self.resume, sinks=open_sinks(recipe, self.dir))
             )
             stack.push_async_callback(self.cluster.close)
-            self.tasks = {}
-            if names := task_names(recipe):
-                # A run without tasks needs no sandbox, which not every machine has.
-                _, self.tasks = await stack.enter_async_context(
-                    open_tasks(
-                        recipe,
-                        names,
-                        no_isolation=self.no_isolation,
-                        log_dir=self.dir / "logs",
-                        report=self._say,
-                    )
-                )
             self.view = stack.enter_context(
                 LiveView(
                     recipe.name,
@@ -221,6 +209,18 @@ class _Run:
                     tasks=recipe.evaluation.task_names if recipe.evaluation else (),
                 )
             )
+            self.tasks = {}
+            if names := task_names(recipe):
+                # A run without tasks needs no sandbox, which not every machine has.
+                _, self.tasks = await stack.enter_async_context(
+                    open_tasks(
+                        recipe,
+                        names,
+                        no_isolation=self.no_isolation,
+                        log_dir=self.dir / "logs",
+                        report=self.view.message,
+                    )
+                )
             self.evaluations = [
                 {"after": e.label, "low": e.low, "high": e.high, **e.detail}
                 for e in self.ledger.evaluations()
@@ -368,11 +368,6 @@ class _Run:
             raise UserError(f"the engine failed ({error}); {remedy}") from error
         except TimeoutError as error:
             raise UserError(f"{who} did not answer in time; {remedy}") from error
-
-    def _say(self, words: str) -> None:
-        """Show a sentence; a task service may be lost before there is a view."""
-        if hasattr(self, "view"):
-            self.view.message(words)
 
     # -- measuring --------------------------------------------------------------------------
 

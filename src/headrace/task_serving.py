@@ -17,6 +17,7 @@ from headrace.task_services import sandbox_limits
 from headrace.tasks.importing import import_task
 from headrace.tasks.registry import create_task
 from headrace.tasks.serving import HostLimits
+from headrace.tasks.serving.announcing import check_registration
 from headrace.tasks.serving.server import check_exposure, serve_until_stopped
 from headrace.tasks.types import TaskService
 
@@ -31,6 +32,8 @@ class ServeTaskOptions(msgspec.Struct, frozen=True):
         overrides: "option=value" of the task, or "sandbox.key=value".
         rollouts: most in flight.
         no_isolation: commands may run unprotected.
+        register: address at which a run waits for services; None announces nothing.
+        url: where that run reaches this one, if not at `host` and `port`.
     """
 
     host: str = "127.0.0.1"
@@ -39,6 +42,8 @@ class ServeTaskOptions(msgspec.Struct, frozen=True):
     overrides: tuple[str, ...] = ()
     rollouts: int = 1024
     no_isolation: bool = False
+    register: str | None = None
+    url: str | None = None
 
 
 def serve_task(name: str, options: ServeTaskOptions) -> int:
@@ -57,6 +62,7 @@ def serve_task(name: str, options: ServeTaskOptions) -> int:
         if not token:
             raise UserError(f"--token-env {options.token_env}: the environment variable is not set")
     check_exposure(options.host, token)
+    check_registration(options.register, options.url, token)
     given: dict[str, Any] = {}
     for override in options.overrides:
         apply_override(given, override)
@@ -90,6 +96,8 @@ async def _serve(
             token=token,
             limits=HostLimits(rollouts=options.rollouts),
             options=given,
+            register=options.register,
+            url=options.url,
         )
     finally:
         await provider.close()

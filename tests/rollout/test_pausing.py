@@ -87,6 +87,26 @@ def test_the_verdict_comes_when_no_task_has_worked_for_long_enough():
     )
 
 
+def test_a_service_that_returns_ends_its_pause_and_no_try():
+    clock = Clock()
+    pauses = TaskPauses("ab", failures=2, first_pause_s=1, clock=clock)
+    pauses.returned("a")  # nothing to end
+    pauses.returned("not a task of this stage")
+    assert pauses.next_try_s is None
+    for _ in range(3):
+        clock.now += 100
+        pauses.unavailable("a", "gone")
+    assert pauses.next_try_s == 4
+    pauses.returned("a")
+    assert not pauses.resting
+    assert pauses.paused == {"a"}  # until a rollout has shown that it works
+    pauses.dispatched("a")
+    pauses.returned("a")
+    assert pauses.resting == {"a"}  # still one group at a time
+    pauses.failed("a", "gone")
+    assert pauses.next_try_s == 1
+
+
 class Task:
     """Works, or fails as `broken` says: "" works, "rollout" fails those, "instance" all."""
 
@@ -156,3 +176,22 @@ async def test_a_broken_task_hurts_only_itself_and_comes_back(tmp_path, how, mod
         failed = [s for s in ledger.sessions(stage="rl") if s.outcome is Outcome.ENV_FAILED]
         assert bool(failed) == (how == "rollout")
         assert all("reward" not in s.rewards for s in failed)
+
+
+async def test_nobody_waits_for_the_pause_of_a_service_that_is_there_again(tmp_path):
+    task = Task("alone")
+    task.broken = "instance"
+    with Ledger.create(tmp_path) as ledger:
+        runner = runner_of({"alone": task}, ledger)
+        mix = TaskMix([TaskShare("alone", 1.0, task.instance)])
+        rests = asyncio.Event()
+        pauses = TaskPauses(mix.ratios, first_pause_s=3600, report=lambda words: rests.set())
+        config = SourceConfig("rl", 4, 2, 16, 1, 1.0, 100)
+        source = RolloutSource(config, runner=runner, ledger=ledger, mix=mix, pauses=pauses)
+        source.start()
+        async with asyncio.timeout(TIMEOUT):
+            await rests.wait()
+            task.broken = ""
+            source.returned("alone")
+            assert await source.cut(1, TIMEOUT) is not None
+        await source.stop()

@@ -36,6 +36,17 @@ def serve(
             help="An option of the task, or of its sandboxes (sandbox.wall_s=10). May be repeated.",
         ),
     ] = None,
+    register: Annotated[
+        str | None,
+        typer.Option(
+            metavar="URL",
+            help='Announce it to the run that waits for it there (service = "registers").',
+        ),
+    ] = None,
+    url: Annotated[
+        str | None,
+        typer.Option(metavar="URL", help="Where that run reaches it, if not at --host and --port."),
+    ] = None,
     rollouts: Annotated[
         int, typer.Option(metavar="N", min=1, help="Rollouts in flight before more are refused.")
     ] = 1024,
@@ -43,8 +54,8 @@ def serve(
 ) -> int:
     """Serve a task over HTTP until Ctrl-C, for runs on this machine or others.
 
-    A recipe names it with `service = "http://..."` in [tasks.NAME]; docs/task-services.md describes
-    the protocol.
+    A recipe names it with `service = "http://..."` in [tasks.NAME], or waits for it to register;
+    docs/task-services.md describes the protocol.
     """
     from headrace.task_serving import ServeTaskOptions, serve_task
 
@@ -55,5 +66,7 @@ def serve(
         overrides=tuple(overrides or ()),
         rollouts=rollouts,
         no_isolation=no_isolation,
+        register=register,
+        url=url,
     )
     return serve_task(name, options)

@@ -255,6 +255,10 @@ class GatewayTable(Table):
     """Address to bind; loopback by default."""
     port: Annotated[int, Field(ge=0, le=65535)] = 0
     """Port; 0 picks a free one."""
+    register_port: Annotated[int, Field(ge=0, le=65535)] = 8690
+    """Port, of the same address, at which task services announce themselves. It is open from the
+    start of a run to its end, if any of its tasks has `service = "registers"`; 0 picks a free
+    one."""
     mode: Literal["continue", "native"] = "continue"
     """"continue" extends the tokens of earlier turns as they were read and sampled; "native"
     renders every prompt afresh, as a deployed template would, and forks where that differs."""

@@ -7,6 +7,9 @@ from pydantic import ConfigDict, field_validator, model_validator
 
 from headrace.recipe.tables import Positive, Seconds, Table
 
+REGISTERS = "registers"
+"""Instead of the address of a service that announces itself."""
+
 
 class TaskTable(Table):
     """A task service: where it runs. Every further key is an option of the service, which checks it
@@ -22,10 +25,13 @@ class TaskTable(Table):
     """"package.module:Class", a task service of your own; its options are the class's keyword
     arguments. By default the service that headrace has under the table's name."""
     service: str | None = None
-    """Instead: address of a service that runs elsewhere, e.g. "http://10.0.0.7:8700". Options here
-    must be those it is served with."""
+    """Instead: address of a service that runs elsewhere, e.g. "http://10.0.0.7:8700", or
+    "registers": it announces itself, see `gateway.register_port`. Options here must be those it is
+    served with."""
     token_env: str | None = None
-    """Environment variable that holds the token of that service."""
+    """Environment variable that holds the token of that service; needed where it registers."""
+    register_s: Seconds = 300.0
+    """Longest wait at the start of a run for a service that registers."""
     rollouts: Positive = 256
     """Most rollouts in flight at a service in a process of its own or elsewhere."""
     answer_s: Seconds = 10.0
@@ -50,7 +56,17 @@ class TaskTable(Table):
             )
         if self.token_env is not None and self.service is None:
             raise ValueError("token_env is the token of a service elsewhere; give service, too")
+        if self.registers and self.token_env is None:
+            raise ValueError(
+                "whoever registers has to show a token; give token_env, the name of the "
+                "environment variable that holds it"
+            )
         return self
+
+    @property
+    def registers(self) -> bool:
+        """Whether the service announces itself."""
+        return self.service == REGISTERS
 
     @property
     def options(self) -> dict[str, Any]:

@@ -151,6 +151,11 @@ class RolloutSource:
         self._open.clear()
         self._ready.clear()
 
+    def returned(self, task: str) -> None:
+        """A task's service is there again; see `TaskPauses.returned`."""
+        self.pauses.returned(task)
+        self._wake()
+
     @property
     def replaying(self) -> bool:
         """Whether batches wait that a crashed process had cut but not trained."""

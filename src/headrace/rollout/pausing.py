@@ -136,6 +136,14 @@ class TaskPauses:
         task.last = reason
         self._pause(name, task)
 
+    def returned(self, name: str) -> None:
+        """A task's service says that it is there again: a pause ends now, and the next one, should
+        it come, is short again."""
+        task = self._tasks.get(name)
+        if task is not None and task.until is not None and not task.trying:
+            task.until = self._clock()
+            task.pause_s = self._first_pause_s
+
     def _pause(self, name: str, task: _Task) -> None:
         task.until = self._clock() + task.pause_s
         task.trying = False

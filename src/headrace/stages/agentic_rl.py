@@ -5,6 +5,8 @@ What must survive a crash is in the ledger before it is acted upon.
 
 import asyncio
 import contextlib
+import functools
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +35,7 @@ from headrace.stages.rl_observer import RlObserver, seconds_key
 from headrace.stages.trainers import open_trainer
 from headrace.stages.tripping import StageTripwires, Tripped
 from headrace.system import System, open_side_system
-from headrace.tasks.types import TaskService
+from headrace.tasks.types import Returning, TaskService
 from headrace.training import rl
 
 _INSTANCES_PER_SEED = 1_000_003
@@ -105,6 +107,7 @@ async def run_agentic_rl(
             beside.start()
             stack.push_async_callback(beside.close)
         stack.push_async_callback(publisher.close)
+        stack.enter_context(_returns(context.tasks, stage, rollouts))
         rollouts.start()
         try:
             await rl.train(
@@ -187,6 +190,22 @@ async def _open_source(
         report=context.message,
         watch=wires.see,
     )
+
+
+@contextlib.contextmanager
+def _returns(
+    tasks: dict[str, TaskService], stage: AgenticRlStage, rollouts: RolloutSource
+) -> Iterator[None]:
+    """Tell the source when a service that was lost is there again, so that no pause has to end."""
+    returning = [(n, t) for n in stage.task_ratios if isinstance(t := tasks[n], Returning)]
+    before = [task.on_return for _, task in returning]
+    for name, task in returning:
+        task.on_return = functools.partial(rollouts.returned, name)
+    try:
+        yield
+    finally:
+        for (_, task), told in zip(returning, before, strict=True):
+            task.on_return = told
 
 
 def _progress(

@@ -3,7 +3,8 @@
 Task services see an API endpoint and a sandbox. They know nothing of tokens or training.
 """
 
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any, Protocol, runtime_checkable
 
 import msgspec
 
@@ -101,12 +102,23 @@ def check_quality(quality: float) -> None:
         raise UserError(f"quality is {quality}; use a probability between 0 and 1")
 
 
+@runtime_checkable
+class Returning(Protocol):
+    """A service that may be lost and found again.
+
+    Attributes:
+        on_return: set by whoever wants to know; called in the loop when it is there again.
+    """
+
+    on_return: Callable[[], None]
+
+
 class TaskService(Protocol):
     """A task: endless instances and one way to attempt them.
 
     What a service may have besides: `async demonstrations(count, seed, quality)` for sft stages,
-    `async close()`, awaited at the end of a run, and `grace_s`, seconds beyond an endpoint's
-    timeout after which a rollout counts as hung.
+    `async close()`, awaited at the end of a run, `grace_s`, seconds beyond an endpoint's timeout
+    after which a rollout counts as hung, and `on_return`, see `Returning`.
     """
 
     name: str

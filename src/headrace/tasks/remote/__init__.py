@@ -2,6 +2,17 @@
 
 from headrace.tasks.remote.connection import RemoteSettings
 from headrace.tasks.remote.place import FixedPlace, Place, ProcessPlace
+from headrace.tasks.remote.pool import PoolSettings, ServicePool
+from headrace.tasks.remote.register import Register
 from headrace.tasks.remote.service import RemoteTasks
 
-__all__ = ["FixedPlace", "Place", "ProcessPlace", "RemoteSettings", "RemoteTasks"]
+__all__ = [
+    "FixedPlace",
+    "Place",
+    "PoolSettings",
+    "ProcessPlace",
+    "Register",
+    "RemoteSettings",
+    "RemoteTasks",
+    "ServicePool",
+]

@@ -48,6 +48,16 @@ class RemoteSettings(msgspec.Struct, frozen=True):
     longest_wait_s: float = 60.0
 
 
+def check_options(task: str, wanted: Mapping[str, Any], found: Mapping[str, Any], who: str) -> None:
+    """Raise UserError unless `who` serves a task with the options that its recipe names."""
+    for key, value in wanted.items():
+        if found.get(key) != value:
+            raise UserError(
+                f"tasks.{task}.{key} is {shown(value)}, but {who} serves with "
+                f"{shown(found.get(key))}; options are set where it is served"
+            )
+
+
 class Connection:
     """See the module. Belongs to the event loop it was made in.
 
@@ -57,12 +67,15 @@ class Connection:
         settings: see RemoteSettings.
         options: that it has to be served with, as far as they are named.
         report: told in words when the service is lost and when it is back.
+        on_up: called whenever the service begins to answer.
+        label: what messages call it.
 
     Attributes:
         up: set while the service answers.
         why: why it does not, when it does not.
         losses: how often it stopped answering.
         description: what it said of itself last.
+        rollouts: in flight there, counted by whoever makes them.
     """
 
     def __init__(
@@ -73,7 +86,10 @@ class Connection:
         *,
         options: Mapping[str, Any],
         report: Callable[[str], None],
+        on_up: Callable[[], None] = lambda: None,
+        label: str | None = None,
     ) -> None:
+        self.rollouts = 0
         self.up = asyncio.Event()
         self.why = "it has not been asked yet"
         self.losses = 0
@@ -83,6 +99,8 @@ class Connection:
         self._settings = settings
         self._options = dict(options)
         self._report = report
+        self._on_up = on_up
+        self._label = label or f"task {task}"
         self._lost = asyncio.Event()
         self._hung = False
         self._client: TaskClient | None = None
@@ -97,6 +115,7 @@ class Connection:
     def attend(self) -> None:
         """From here on look after the service that was found."""
         self.up.set()
+        self._on_up()
         self._attendant = asyncio.create_task(self._attend(), name=f"task {self._task} attendant")
 
     async def close(self) -> None:
@@ -110,6 +129,11 @@ class Connection:
         if self._client is not None:
             await self._client.close()
         await self._place.close()
+
+    async def pick(self) -> "Connection":
+        """Whom to give the next rollout: this one, as soon as it answers."""
+        await self.up.wait()
+        return self
 
     async def ask(self, method: str, path: str, body: Any = None, **options: Any) -> bytes:
         """Ask, and again after a moment where the connection broke: every request may be repeated
@@ -183,12 +207,7 @@ class Connection:
                 f"task {self._task}: {self._place.name} serves task {found.name!r}; name the table "
                 f"[tasks.{found.name}], or another service"
             )
-        for key, value in self._options.items():
-            if found.options.get(key) != value:
-                raise UserError(
-                    f"tasks.{self._task}.{key} is {shown(value)}, but {self._place.name} serves "
-                    f"with {shown(found.options.get(key))}; options are set where it is served"
-                )
+        check_options(self._task, self._options, found.options, self._place.name)
 
     def lose(self, error: Unreachable) -> None:
         """The service does not answer: nothing is asked until it does again."""
@@ -207,7 +226,7 @@ class Connection:
             await self._watch()
             if self._loop.time() - since > _STEADY_S:
                 wait_s = self._settings.first_wait_s
-            self._report(f"task {self._task} is lost: {self.why}")
+            self._report(f"{self._label} is lost: {self.why}")
             if self._hung:
                 await self._place.reset()
             while True:
@@ -218,11 +237,12 @@ class Connection:
                     break
                 except (Unreachable, Refused, Misreport, UserError) as error:
                     self.why = str(error)
-                    logger.info("task %s is still lost: %s", self._task, error)
+                    logger.info("%s is still lost: %s", self._label, error)
             since = self._loop.time()
             self._lost.clear()
             self.up.set()
-            self._report(f"task {self._task} answers again")
+            self._report(f"{self._label} answers again")
+            self._on_up()
 
     async def _watch(self) -> None:
         """Return when the service is lost."""

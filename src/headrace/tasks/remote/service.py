@@ -24,6 +24,7 @@ from headrace.tasks.remote.client import Refused, Unreachable
 from headrace.tasks.remote.connection import Connection, RemoteSettings
 from headrace.tasks.remote.instances import RemoteInstances
 from headrace.tasks.remote.place import Place
+from headrace.tasks.remote.pool import ServicePool
 from headrace.tasks.serving.wire import (
     DemonstrationsRequest,
     RolloutState,
@@ -54,13 +55,14 @@ class RemoteTasks:
     Attributes:
         name: of the task.
         misreports: how often it said what cannot be.
+        on_return: see `Returning`; also called when one more instance is there.
         grace_s: see `TaskService`.
     """
 
     def __init__(
         self,
         name: str,
-        place: Place,
+        place: Place | ServicePool,
         settings: RemoteSettings,
         *,
         options: Mapping[str, Any],
@@ -68,24 +70,34 @@ class RemoteTasks:
     ) -> None:
         self.name = name
         self.misreports = 0
+        self.on_return: Callable[[], None] = lambda: None
         self.grace_s = settings.admission_s + _LATE_S + 10.0
         self._settings = settings
         self._slots = asyncio.Semaphore(settings.rollouts)
         self._goodbyes: set[asyncio.Task[None]] = set()
         self._loop = asyncio.get_running_loop()
-        self._connection = Connection(name, place, settings, options=options, report=report)
-        self._instances = RemoteInstances(name, self._connection.ask_blocking)
+        if isinstance(place, ServicePool):
+            self._upstream = place
+            place.on_up = self._returned
+        else:
+            self._upstream = Connection(
+                name, place, settings, options=options, report=report, on_up=self._returned
+            )
+        self._instances = RemoteInstances(name, self._upstream.ask_blocking)
 
     @property
     def losses(self) -> int:
         """How often the service stopped answering."""
-        return self._connection.losses
+        return self._upstream.losses
+
+    def _returned(self) -> None:
+        self.on_return()  # whatever it is by then
 
     @classmethod
     async def open(
         cls,
         name: str,
-        place: Place,
+        place: Place | ServicePool,
         settings: RemoteSettings | None = None,
         *,
         options: Mapping[str, Any] | None = None,
@@ -96,9 +108,9 @@ class RemoteTasks:
 
         Args:
             name: of the task it has to be.
-            place: where it is; closed with the service.
+            place: where it is, or those who announced themselves; closed with the service.
             settings: see RemoteSettings.
-            options: that it has to be served with, as far as they are named.
+            options: that it has to be served with, as far as they are named; a pool has its own.
             evaluation: so many held-out instances are asked for at once and never forgotten, so
                 that measuring needs nothing but the rollouts.
             report: told in words when the service is lost and when it is back.
@@ -110,7 +122,7 @@ class RemoteTasks:
             name, place, settings or RemoteSettings(), options=options or {}, report=report
         )
         try:
-            await service._connection.find()
+            await service._upstream.find()
             await asyncio.to_thread(service._instances.pin, "evaluation", evaluation)
         except (Unreachable, Refused, Misreport, TaskUnavailable) as error:
             await service.close()
@@ -118,22 +130,22 @@ class RemoteTasks:
         except BaseException:
             await service.close()
             raise
-        service._connection.attend()
+        service._upstream.attend()
         return service
 
     async def close(self) -> None:
         """Let go of the service, and end it where it is ours. Safe to repeat."""
         if self._goodbyes:
             await asyncio.wait(self._goodbyes, timeout=_CANCEL_S)
-        await self._connection.close()
+        await self._upstream.close()
 
     # -- instances ---------------------------------------------------------------------------
 
     def train_seed(self, index: int) -> int:
         """See `TaskService`. May block, for a block of instances at a time."""
-        if self._connection.lost:
+        if self._upstream.lost:
             # Known or not: whoever wants to train on it would only wait for the service.
-            raise TaskUnavailable(f"task {self.name}: {self._connection.why}")
+            raise TaskUnavailable(f"task {self.name}: {self._upstream.why}")
         return self._believe(lambda: self._instances.seed("train", index))
 
     def evaluation_seed(self, index: int) -> int:
@@ -167,11 +179,17 @@ class RemoteTasks:
             UserError: it makes none, or cannot make these.
         """
         check_quality(quality)
-        description = self._connection.description
+        description = self._upstream.description
         if description is None or not description.demonstrations:
             raise UserError(f"task {self.name} has no demonstrations; an sft stage cannot use it")
         try:
-            data = await self._connection.ask(
+            async with asyncio.timeout(self._settings.admission_s):
+                server = await self._upstream.pick()
+        except TimeoutError:
+            raise UserError(f"task {self.name}: no demonstrations: {self._upstream.why}") from None
+        server.rollouts += 1  # it is as busy with them
+        try:
+            data = await server.ask(
                 "POST",
                 "/v1/demonstrations",
                 DemonstrationsRequest(count, seed, quality),
@@ -181,6 +199,8 @@ class RemoteTasks:
             return await asyncio.to_thread(read_demonstrations, data, count)
         except (Unreachable, Refused, Misreport) as error:
             raise UserError(f"task {self.name}: no demonstrations: {error}") from error
+        finally:
+            server.rollouts -= 1
 
     # -- rollouts ----------------------------------------------------------------------------
 
@@ -206,28 +226,37 @@ class RemoteTasks:
     ) -> RolloutResult:
         try:
             async with asyncio.timeout_at(give_up_at):
-                await self._connection.up.wait()
+                server = await self._upstream.pick()
         except TimeoutError:
-            return _failed(f"the task service does not answer: {self._connection.why}")
+            return _failed(f"the task service does not answer: {self._upstream.why}")
+        server.rollouts += 1
+        try:
+            return await self._attempt_at(server, instance, endpoint, give_up_at)
+        finally:
+            server.rollouts -= 1
+
+    async def _attempt_at(
+        self, server: Connection, instance: TaskInstance, endpoint: Endpoint, give_up_at: float
+    ) -> RolloutResult:
         rollout_id = uuid.uuid4().hex
         # Known already wherever this process chose the instance.
         named = self._instances.known(instance.seed)
         content_id = None if named is None else named.content_id
         try:
             state = await self._begin(
-                rollout_id, StartRequest(instance, endpoint), content_id, give_up_at
+                server, rollout_id, StartRequest(instance, endpoint), content_id, give_up_at
             )
             end = self._loop.time() + endpoint.timeout_s + _LATE_S
             while state.result is None:
                 wait_s = min(self._settings.poll_s, end - self._loop.time())
                 if wait_s <= 0:
-                    self._say_goodbye(rollout_id)
+                    self._say_goodbye(server, rollout_id)
                     return _failed(
                         f"the task service hung: no result {_LATE_S:g} s after the rollout's own "
                         "timeout"
                     )
                 state = read_state(
-                    await self._connection.ask(
+                    await server.ask(
                         "GET",
                         f"/v1/rollouts/{rollout_id}?wait_s={wait_s:.3f}",
                         extra_s=wait_s,
@@ -237,21 +266,22 @@ class RemoteTasks:
                 )
             return state.result
         except asyncio.CancelledError:
-            self._say_goodbye(rollout_id)
+            self._say_goodbye(server, rollout_id)
             raise
         except Unreachable as error:
-            self._connection.lose(error)
+            server.lose(error)
             return _failed(f"the task service was lost: {error}")
         except Refused as error:
-            self._say_goodbye(rollout_id)
+            self._say_goodbye(server, rollout_id)
             return _failed(f"the task service refused: {error}")
         except Misreport as error:
             self.misreports += 1
-            self._say_goodbye(rollout_id)
+            self._say_goodbye(server, rollout_id)
             return _failed(f"the task service is wrong: {error}")
 
     async def _begin(
         self,
+        server: Connection,
         rollout_id: str,
         request: StartRequest,
         content_id: str | None,
@@ -259,7 +289,7 @@ class RemoteTasks:
     ) -> RolloutState:
         while True:
             try:
-                data = await self._connection.ask("PUT", f"/v1/rollouts/{rollout_id}", request)
+                data = await server.ask("PUT", f"/v1/rollouts/{rollout_id}", request)
                 return read_state(data, rollout_id, content_id)
             except Refused as error:
                 late = self._loop.time() + error.retry_after_s > give_up_at
@@ -267,15 +297,15 @@ class RemoteTasks:
                     raise
                 await asyncio.sleep(error.retry_after_s)
 
-    def _say_goodbye(self, rollout_id: str) -> None:
+    def _say_goodbye(self, server: Connection, rollout_id: str) -> None:
         """Have a rollout cancelled there; nobody waits for it."""
-        if not self._connection.up.is_set():
+        if not server.up.is_set():
             return
 
         async def cancel() -> None:
             with contextlib.suppress(Unreachable, Refused, Misreport, TimeoutError):
                 async with asyncio.timeout(_CANCEL_S):
-                    await self._connection.ask("DELETE", f"/v1/rollouts/{rollout_id}")
+                    await server.ask("DELETE", f"/v1/rollouts/{rollout_id}")
 
         task = asyncio.create_task(cancel(), name=f"cancel {rollout_id}")
         self._goodbyes.add(task)

@@ -5,37 +5,36 @@ with one is an answer with a code and a sentence; a bug in the service is a 500 
 its traceback in this process's log.
 """
 
-import asyncio
 import logging
 import math
-import secrets
 from collections.abc import Awaitable, Callable
-from typing import Any, TypeVar
+from typing import Any
 
-import msgspec
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from headrace.tasks.serving.host import Refusal, RolloutHost
+from headrace.tasks.serving.door import (
+    Body,
+    Refusal,
+    answer,
+    check_version,
+    read_body,
+    refuse,
+    shows,
+)
+from headrace.tasks.serving.host import RolloutHost
 from headrace.tasks.serving.wire import (
-    PROTOCOL,
-    VERSION_HEADER,
     DemonstrationsRequest,
-    ErrorAnswer,
     Health,
     InstancesRequest,
-    Problem,
     SeedsRequest,
     StartRequest,
 )
 
 _log = logging.getLogger(__name__)
-_encode = msgspec.json.Encoder().encode
-
-Body = TypeVar("Body")
 
 
 def create_task_app(host: RolloutHost, *, token: str | None) -> Starlette:
@@ -75,13 +74,13 @@ def create_task_app(host: RolloutHost, *, token: str | None) -> Starlette:
     async def http_error(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
         place = f"{request.method} {request.url.path}"
-        return _refuse(Refusal(error.status_code, "not_found", f"{place}: {error.detail}"))
+        return refuse(Refusal(error.status_code, "not_found", f"{place}: {error.detail}"))
 
-    def route(path: str, method: str, answer: Callable[[Request], Awaitable[Any]]) -> Route:
-        public = answer is health
+    def route(path: str, method: str, reply: Callable[[Request], Awaitable[Any]]) -> Route:
+        public = reply is health
         # A look at a rollout does nothing but wait; it is bounded with the rollouts.
-        waits = answer is look
-        return Route(path, door.guard(answer, public=public, waits=waits), methods=[method])
+        waits = reply is look
+        return Route(path, door.guard(reply, public=public, waits=waits), methods=[method])
 
     return Starlette(
         routes=[
@@ -109,9 +108,9 @@ class _Door:
         self._most = {True: 2 * host.limits.rollouts, False: host.limits.requests}
 
     def guard(
-        self, answer: Callable[[Request], Awaitable[Any]], *, public: bool, waits: bool
+        self, reply: Callable[[Request], Awaitable[Any]], *, public: bool, waits: bool
     ) -> Callable[[Request], Awaitable[Response]]:
-        """`answer` behind the door."""
+        """`reply` behind the door."""
 
         async def guarded(request: Request) -> Response:
             try:
@@ -126,69 +125,35 @@ class _Door:
                     )
                 self._open[waits] += 1
                 try:
-                    return _json(await answer(request))
+                    return answer(await reply(request))
                 finally:
                     self._open[waits] -= 1
             except Refusal as refusal:
-                return _refuse(refusal)
+                return refuse(refusal)
             except ClientDisconnect:
                 return Response(status_code=499)  # nobody reads it; it only ends the request
             except Exception as error:
                 _log.exception("%s %s failed", request.method, request.url.path)
                 words = f"{type(error).__name__}: {str(error)[:300]}"
-                return _refuse(Refusal(500, "service_failed", words))
+                return refuse(Refusal(500, "service_failed", words))
 
         return guarded
 
     def _check(self, request: Request) -> None:
-        headers = request.headers
         if self._token is not None:
-            scheme, _, token = headers.get("authorization", "").partition(" ")
-            sent = token.strip().encode("utf-8", "replace")
-            if scheme.lower() != "bearer" or not secrets.compare_digest(sent, self._token):
+            if not shows(request, self._token):
                 raise Refusal(
                     401, "unauthorized", "send the service's token as Authorization: Bearer TOKEN"
                 )
-        elif "origin" in headers:
+        elif "origin" in request.headers:
             # Any web page could otherwise start rollouts on the machine of whoever looks at it.
             raise Refusal(403, "forbidden", "requests from web pages are refused without a token")
-        spoken = headers.get(VERSION_HEADER)
-        if spoken != str(PROTOCOL):
-            raise Refusal(
-                400,
-                "protocol_version",
-                f"{VERSION_HEADER} is {spoken!r}, but this service speaks version {PROTOCOL} of "
-                "the protocol; use matching versions of headrace on both sides",
-            )
+        check_version(request, "this service")
 
     async def read(self, request: Request, kind: type[Body]) -> Body:
-        """The request's body.
-
-        Raises:
-            Refusal: too large, too slow, or not what it should be.
-        """
-        most = self._limits.body_bytes
-        chunks: list[bytes] = []
-        size = 0
-        try:
-            async with asyncio.timeout(self._limits.body_s):
-                async for chunk in request.stream():
-                    size += len(chunk)
-                    if size > most:
-                        raise Refusal(
-                            413, "body_too_large", f"the body is larger than {most} bytes"
-                        )
-                    chunks.append(chunk)
-        except TimeoutError:
-            raise Refusal(
-                408, "body_timeout", f"the body did not arrive within {self._limits.body_s:g} s"
-            ) from None
-        try:
-            return msgspec.json.decode(b"".join(chunks), type=kind)
-        except msgspec.ValidationError as error:
-            raise Refusal(422, "invalid", str(error)) from error
-        except (msgspec.DecodeError, RecursionError) as error:
-            raise Refusal(400, "malformed", f"the body is no JSON: {error}") from error
+        """The request's body; see `read_body`."""
+        limits = self._limits
+        return await read_body(request, kind, most=limits.body_bytes, within_s=limits.body_s)
 
 
 def _wait_of(request: Request) -> float:
@@ -201,15 +166,3 @@ def _wait_of(request: Request) -> float:
     if not 0 <= wait_s < math.inf:
         raise Refusal(422, "invalid", f"wait_s is {text[:40]!r}; give seconds")
     return wait_s
-
-
-def _json(value: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
-    return Response(_encode(value), status, headers=headers, media_type="application/json")
-
-
-def _refuse(refusal: Refusal) -> Response:
-    headers = None
-    if refusal.retry_after_s is not None:
-        headers = {"Retry-After": str(refusal.retry_after_s)}
-    body = ErrorAnswer(Problem(refusal.code, refusal.message))
-    return _json(body, refusal.status, headers)

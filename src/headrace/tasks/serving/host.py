@@ -19,6 +19,7 @@ from headrace import __version__
 from headrace.errors import UserError
 from headrace.rollout.types import Outcome
 from headrace.tasks.results import difference, problem_with
+from headrace.tasks.serving.door import Refusal
 from headrace.tasks.serving.wire import (
     LONGEST_ID,
     PROTOCOL,
@@ -64,19 +65,6 @@ class HostLimits(msgspec.Struct, frozen=True):
     kept: int = 8192
     kept_s: float = 600.0
     grace_s: float = 5.0
-
-
-class Refusal(Exception):
-    """A request that is not answered: HTTP status, code and words."""
-
-    def __init__(
-        self, status: int, code: str, message: str, *, retry_after_s: int | None = None
-    ) -> None:
-        super().__init__(message)
-        self.status = status
-        self.code = code
-        self.message = message
-        self.retry_after_s = retry_after_s
 
 
 class _Rollout:

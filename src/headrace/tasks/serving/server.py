@@ -99,31 +99,57 @@ def serve_tasks(
     port: int = 8700,
     token: str | None = None,
     limits: HostLimits | None = None,
+    register: str | None = None,
+    url: str | None = None,
 ) -> None:
     """Serve a task service until Ctrl-C or SIGTERM: the last line of a program of one's own.
 
     Prints the address that a recipe names as `service`. Arguments as of `TaskServer.start`; a
     `close` of the service is awaited at the end.
 
+    Args:
+        register: address at which a run waits for services; announces this one there until the
+            end. Needs a token, which is the run's, too.
+        url: where the run reaches this one, if not at `host` and `port`.
+
     Raises:
-        UserError: no token where one is needed, or the port is taken.
+        UserError: no token where one is needed, no address where one is, or the port is taken.
     """
     with contextlib.suppress(asyncio.CancelledError):
-        asyncio.run(serve_until_stopped(service, host=host, port=port, token=token, limits=limits))
+        asyncio.run(
+            serve_until_stopped(
+                service,
+                register=register,
+                url=url,
+                host=host,
+                port=port,
+                token=token,
+                limits=limits,
+            )
+        )
 
 
-async def serve_until_stopped(service: TaskService, **options: Any) -> None:
+async def serve_until_stopped(
+    service: TaskService, *, register: str | None = None, url: str | None = None, **options: Any
+) -> None:
     """Serve until Ctrl-C or SIGTERM cancel the task that awaits this; arguments as of
-    `TaskServer.start`. The service is closed at the end."""
+    `serve_tasks` and `TaskServer.start`. The service is closed at the end."""
+    # Here, as the client's package imports the types of this one.
+    from headrace.tasks.serving.announcing import announced, check_registration
+
+    token = options.get("token")
     loop, serving = asyncio.get_running_loop(), asyncio.current_task()
     assert serving is not None, "runs as a task"
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, serving.cancel)
     try:
+        check_registration(register, url, token)
         server = await TaskServer.start(service, **options)
         try:
             print(f"task {service.name} at {server.url} (Ctrl-C stops it)", flush=True)
-            await asyncio.Event().wait()
+            found = server.rollouts.describe()
+            async with announced(found, url or server.url, register=register, token=token):
+                await asyncio.Event().wait()
         finally:
             await server.stop()
     finally:

@@ -122,6 +122,45 @@ class DemonstrationsAnswer(msgspec.Struct, frozen=True):
     demonstrations: list[Demonstration]
 
 
+class Announcement(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """PUT /v1/services/ID at a run's register: a service says that it is there.
+
+    Attributes:
+        task: that is served.
+        url: where the run reaches it.
+        options: in effect, as in `Description`; a recipe that names some of them must agree.
+        software: what serves, for people.
+    """
+
+    task: Annotated[str, msgspec.Meta(min_length=1, max_length=200)]
+    url: Annotated[str, msgspec.Meta(min_length=1, max_length=2048)]
+    options: dict[str, Any] = {}
+    software: Annotated[str, msgspec.Meta(max_length=200)] = ""
+
+
+class Standing(msgspec.Struct, frozen=True):
+    """How a service stands with a run: the answer to an announcement.
+
+    Attributes:
+        run: name of the recipe.
+        state: "looking" until the run has asked the service what it is; "serving" gets rollouts;
+            "unreachable" does not, `why` says what was wrong.
+        why: in words; "" unless the state is "unreachable".
+        every_s: announce again after so many seconds; after several times that, it is left out.
+    """
+
+    run: str
+    state: Literal["looking", "serving", "unreachable"]
+    why: str = ""
+    every_s: float = 2.0
+
+
+class Farewell(msgspec.Struct, frozen=True):
+    """The answer to DELETE /v1/services/ID; `known` says whether it was announced."""
+
+    known: bool
+
+
 class Problem(msgspec.Struct, frozen=True):
     """Why a request was refused: a code for programs, words for people."""
 
