@@ -16,6 +16,7 @@ from headrace.rollout.segments import segments
 from headrace.rollout.types import Outcome
 from headrace.run import run_recipe
 from headrace.sandbox.types import SandboxError
+from headrace.stages.tripping import StageTripwires
 from headrace.tasks.types import Endpoint, RolloutResult, TaskInstance
 from small_runs import ChatTask, ask, logged, small_checkpoint, small_recipe, use_tasks
 
@@ -116,3 +117,33 @@ def test_tampering_pauses_a_run_until_somebody_has_looked(
         assert len(ledger.rollouts(lost.group_id)) == 4
     assert main(["show", str(run_dir)]) == 0
     assert "sandbox_died" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_a_resumed_run_trips_on_what_its_first_part_saw(
+    recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    task, checked = Chat(), StageTripwires.check
+
+    class Crashed(Exception):
+        pass
+
+    def crash(wires: StageTripwires, step: int) -> None:
+        if wires.measures()["tampering"]:
+            raise Crashed  # before anybody has looked
+        checked(wires, step)
+
+    @contextlib.asynccontextmanager
+    async def open_tasks(*_: Any, **__: Any) -> AsyncIterator[Any]:
+        yield None, {"chat": task}
+
+    monkeypatch.setattr(run_module, "open_tasks", open_tasks)
+    monkeypatch.setattr("headrace.tasks.registry.create_task", lambda *_: task)
+    monkeypatch.setattr(StageTripwires, "check", crash)
+    with pytest.raises(Crashed):
+        run_recipe(recipe, tmp_path / "run", resume=False, no_isolation=True)
+    monkeypatch.setattr(StageTripwires, "check", checked)
+    assert task.rollouts >= TAMPERS, "nothing that comes after cheats"
+
+    with pytest.raises(RunPaused, match="tripwire tampering in stage rl after update"):
+        run_recipe(recipe, tmp_path / "run", resume=True, no_isolation=True)

@@ -22,7 +22,7 @@ from headrace.engines import core_list, engine_words
 from headrace.errors import UserError
 from headrace.observe.live import LiveView
 from headrace.observe.machine import describe_machine
-from headrace.observe.metrics import MetricsWriter
+from headrace.observe.metrics import MetricsWriter, read_metrics
 from headrace.observe.report import write_report
 from headrace.observe.sinks import open_sinks
 from headrace.observe.summary import write_summary
@@ -41,6 +41,7 @@ from headrace.rollout.evaluation import evaluate
 from headrace.rollout.ledger import Ledger
 from headrace.rollout.reading import ledger_file
 from headrace.rollout.trips import Trip, paused
+from headrace.rollout.worked import WorkedSeconds
 from headrace.stages import StageContext, run_stage
 from headrace.stages.checks import check_recipe
 from headrace.stages.context import next_version, training_folder
@@ -56,7 +57,6 @@ from headrace.tasks.types import TaskService
 START = "start"
 """Label of the model before the first stage."""
 _MEASURED = "measured"
-_SECONDS = "seconds:run"
 _TRAINER_DEATHS = 3
 """A trainer is replaced so often without a new checkpoint in between."""
 _NOBODYS_VERSION = 0
@@ -175,13 +175,13 @@ class _Run:
         self.resume = resume
         self.no_isolation = no_isolation
         self.started = time.monotonic()
-        self.before_s = 0.0
         self.cluster = LocalCluster()
         self.evaluations: list[dict[str, Any]] = []
         self.measured: list[dict[str, Any]] = []
         self.acknowledged: Collection[str] = ()
         self.trip: Trip | None = None
         self.ledger: Ledger
+        self.worked: WorkedSeconds
         self.metrics: MetricsWriter
         self.view: LiveView
         self.tasks: dict[str, TaskService]
@@ -226,7 +226,10 @@ class _Run:
                 for e in self.ledger.evaluations()
             ]
             self.measured = self.ledger.get_state(_MEASURED, [])
-            self.before_s = float(self.ledger.get_state(_SECONDS, 0.0))
+            rows = read_metrics(self.dir)
+            self.worked = WorkedSeconds(
+                self.ledger, logged_at=rows[-1].time if rows else None, started=self.started
+            )
             self.ledger.recover(EVALUATION_STAGE)
             self._summarise("running")
             status = "failed"
@@ -455,17 +458,11 @@ class _Run:
     def _log(self, stage: str, step: int, metrics: dict[str, float]) -> None:
         self.metrics.log(stage, step, metrics)
         self.view.metrics(stage, step, metrics)
-        self._keep_seconds()
-
-    def _keep_seconds(self) -> float:
-        """Seconds of work so far, earlier processes included; kept, so that a crash loses few."""
-        wall_s = self.before_s + time.monotonic() - self.started
-        self.ledger.put_state(_SECONDS, wall_s)
-        return wall_s
+        self.worked.keep()
 
     def _summarise(self, status: str) -> None:
         """Rewrite summary.json. Seconds of earlier processes of a resumed run count."""
-        wall_s = self._keep_seconds()
+        wall_s = self.worked.keep()
         laws = {}
         if status != "running":
             laws = {

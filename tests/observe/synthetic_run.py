@@ -350,6 +350,10 @@ def _rl_metrics(
         "turns_mean": noisy(2.6, 0.04),
         "step_s": noisy(1.9),
         "wait_s": noisy(0.8, 0.3),
+        "held_s": 0.4,
+        "held.ready_s": 0.4,
+        "held.batch_s": 0.0,
+        "held.concurrency_s": 0.9,
     }
 
 

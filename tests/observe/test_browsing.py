@@ -1,5 +1,7 @@
 """Pages, search and counts over a ledger: bounded, in order, and the same as a plain scan."""
 
+import contextlib
+import sqlite3
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -10,6 +12,8 @@ from hostile_run import FORKED
 from headrace.errors import UserError
 from headrace.observe.statistics import mean_interval, wilson
 from headrace.rollout.browsing import BrowsingReader, SessionFilter
+from headrace.rollout.failures import reasons_of
+from headrace.rollout.reasons import FailureReason
 from headrace.rollout.types import DropReason
 
 
@@ -47,6 +51,9 @@ def test_pages_of_any_size_give_every_session_once(hostile_run: Path) -> None:
         {"fate": "trained"},
         {"fate": "pending"},
         {"fate": "no_signal"},
+        {"failure": "no_signal"},
+        {"failure": "env_failed"},
+        {"failure": "session_time", "task": "maze"},
         {"min_reward": 0.4, "max_reward": 0.9},
         {"group": "maze-group"},
         {"stage": "rl", "outcome": "ok", "max_reward": 0.0},
@@ -67,15 +74,19 @@ def test_conditions_are_those_of_a_plain_scan(
                 "outcome": s.outcome.value if s.outcome else "open",
                 "fate": fate,
             }
+            reasons = reasons_of(s.outcome, s.failure, s.drop_reason)
             low, high = conditions.get("min_reward"), conditions.get("max_reward")
             scored = s.reward is not None
             if (
                 all(facts[k] == v for k, v in conditions.items() if k in facts)
+                and conditions.get("failure") in (None, *reasons)
                 and (low is None or (scored and s.reward >= low))
                 and (high is None or (scored and s.reward <= high))
             ):
                 expected.append(s.id)
-        assert ids(reader, **conditions) == expected
+        reason = conditions.get("failure")
+        wanted = {**conditions, **({"failure": FailureReason(reason)} if reason else {})}
+        assert ids(reader, **wanted) == expected
         assert expected, "the run holds such a session"
 
 
@@ -85,6 +96,7 @@ def test_search_finds_what_was_said_in_any_case(hostile_run: Path) -> None:
         assert set(ids(reader, text="NÄIVE ☃")) == {FORKED, *(f"maze-{i}" for i in range(5))}
         assert ids(reader, text='onerror="window') == ids(reader, task="maze")
         assert ids(reader, text="60 s were") == ["maze-3"], "in reasons, too"
+        assert ids(reader, text="session_t", task="maze") == ["maze-3"], "and names of failures"
         assert ids(reader, text="ls -1 dat | sort"), "in the arguments of tools"
         assert len(ids(reader, text="distinct files", limit=3)) > 100
         # Names of fields and roles are no text.
@@ -113,6 +125,7 @@ def test_choices_count_every_session(hostile_run: Path) -> None:
     with BrowsingReader.open(hostile_run) as reader:
         choices = reader.choices()
         total = sum(reader.outcome_counts().values())
+        failures = choices.pop("failure")
         assert {sum(values.values()) for values in choices.values()} == {total}
         assert choices["task"]["maze"] == 6
         assert choices["outcome"]["open"] == 1
@@ -120,6 +133,18 @@ def test_choices_count_every_session(hostile_run: Path) -> None:
             for value, number in choices[name].items():
                 conditions: dict[str, Any] = {name: value}
                 assert len(ids(reader, **conditions)) == number
+        assert set(failures) >= {"no_signal", "session_time", "env_failed"}
+        assert "evaluation" not in failures
+        for value, number in failures.items():
+            assert len(ids(reader, failure=FailureReason(value))) == number
+
+
+def test_a_session_that_lacks_some_calls_is_found_by_their_reason(hostile_run: Path) -> None:
+    with contextlib.closing(sqlite3.connect(hostile_run / "ledger.sqlite")) as ledger, ledger:
+        ledger.execute("UPDATE calls SET drop_reason = 'too_long' WHERE id = ?", (f"{FORKED}/4",))
+    with BrowsingReader.open(hostile_run) as reader:
+        assert reader.choices()["failure"]["too_long"] == 1
+        assert ids(reader, failure=FailureReason.TOO_LONG) == [FORKED]
 
 
 def test_reward_buckets_hold_every_scored_training_rollout(hostile_run: Path) -> None:

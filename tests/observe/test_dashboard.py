@@ -136,6 +136,8 @@ async def test_a_list_pages_and_filters(browse: Open, hostile_run: Path) -> None
     first = await get(client, "/api/trajectories", limit=4, task="maze")
     second = await get(client, "/api/trajectories", limit=4, task="maze", before=first["next"])
     assert [len(first["rows"]), len(second["rows"]), second["next"]] == [4, 2, None]
+    failed = await get(client, "/api/trajectories", failure="session_time", stage="rl-maze")
+    assert [(row["id"], row["reasons"]) for row in failed["rows"]] == [("maze-3", ["session_time"])]
     half = await get(client, "/api/trajectories", min_reward=0.5, max_reward=0.5, text="STEP 4")
     assert [row["id"] for row in half["rows"]] == [FORKED]
     assert half["rows"][0]["family"] == SCRIPT[:80], "text goes out as it is, as JSON"
@@ -150,6 +152,7 @@ async def test_a_list_pages_and_filters(browse: Open, hostile_run: Path) -> None
         ({"before": 10**30}, "out of range"),
         ({"min_reward": "high"}, "filter"),
         ({"forked": "perhaps"}, "filter"),
+        ({"failure": "bad luck"}, "filter"),
     ],
 )
 async def test_a_bad_question_is_explained(

@@ -100,6 +100,12 @@ async def test_a_person_looks_around(visit: Any, url: str) -> None:
     await page.click("nav >> text=Health")
     await page.wait_for_selector("text=history_rewritten")
 
+    await page.click("[aria-label='look at no_signal']")
+    await page.wait_for_selector(".rows a")
+    assert await page.input_value("select[name=failure]") == "no_signal"
+    number = await page.inner_text("select[name=failure] option:checked")
+    await page.wait_for_selector(f"text={number[len('no_signal (') : -1]} shown, all there are")
+
     await page.click("nav >> text=Trajectories")
     await page.select_option("select[name=task]", "maze")
     await seen.lists(6)
@@ -172,6 +178,9 @@ async def test_an_export_works_without_a_server(visit: Any, hostile_run: Path) -
     page = seen.page
     await seen.lists(1)
     assert "40 of" in await page.inner_text("#state")
+    await page.uncheck("input[name=forked]")
+    await page.select_option("select[name=failure]", "session_time")
+    await seen.lists(1)
     await page.click(".rows a")
     await page.wait_for_selector(".tokens .tok")
     await page.click("nav >> text=Learning")

@@ -84,11 +84,11 @@ def alarm(wires: Tripwires, *evaluations: Evaluation) -> Tripwire | None:
 def test_outputs_are_compared_by_what_was_said_and_run() -> None:
     run = {"tool_calls": [{"id": "a", "function": {"name": "bash", "arguments": "{}"}}]}
     again = {"tool_calls": [{"id": "b", "function": {"name": "bash", "arguments": "{}"}}]}
-    first = output_hash(said({"content": "hm", "reasoning_content": "x", **run}, {"content": "3"}))
-    assert first == output_hash(said({"content": " hm\n", **again}, {"content": "3"}))
-    assert first != output_hash(said({"content": "hm", **run}, {"content": "4"}))
-    assert first != output_hash(said({"content": "3"}))
-    assert output_hash(said({"content": ""})) == output_hash(()) == ""
+    first = output_hash([{"content": "hm", "reasoning_content": "x", **run}, {"content": "3"}])
+    assert first == output_hash([{"content": " hm\n", **again}, {"content": "3"}])
+    assert first != output_hash([{"content": "hm", **run}, {"content": "4"}])
+    assert first != output_hash([{"content": "3"}])
+    assert output_hash([{"content": ""}]) == output_hash(()) == ""
 
 
 def test_tampering_trips_and_names_who_did_it() -> None:
@@ -180,7 +180,8 @@ def test_a_held_out_fall_under_a_rising_reward_trips() -> None:
     assert found.wire is Tripwire.HELD_OUT_FALL
     assert "from 50.0% (rl@21) to 20.0% (rl@22)" in found.words
     # What was seen survives a resume; looking twice changes nothing.
-    resumed = Tripwires(Thresholds(), msgspec.json.decode(msgspec.json.encode(kept)))
+    saved = msgspec.json.decode(msgspec.json.encode(kept))
+    resumed = Tripwires(Thresholds(), saved, wires._window)
     assert resumed.state == kept
     trained(resumed, 0.9, rng)
     assert alarm(resumed, *history) is Tripwire.HELD_OUT_FALL

@@ -235,6 +235,10 @@ class AgenticRlStage(StageTable):
     """Where half as many batches of finished groups wait for the trainer, fewer rollouts are begun;
     where this many do, none. More keep the trainer busy beside uneven rollouts, and make what it
     trains on older."""
+    hold_back: bool = True
+    """Begin no rollouts while so many are on their way that further ones would be older than
+    `staleness` when their turn came, by the rate at which groups train. For mode "async"; false
+    keeps `concurrency` rollouts in flight whatever becomes of them."""
     publish_every: Positive = 1
     """K: updates between weight publications; 1 unless mode is "async"."""
     partial_rollouts: Literal["continue", "restart", "wait"] = "continue"

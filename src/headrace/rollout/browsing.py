@@ -13,9 +13,16 @@ import msgspec
 
 from headrace.errors import UserError
 from headrace.rollout.evidence import decode_messages
-from headrace.rollout.reading import SESSION_SQL, LedgerReader, session_summary
+from headrace.rollout.failures import reasons_of
+from headrace.rollout.reading import (
+    SESSION_SQL,
+    LedgerReader,
+    failure_named,
+    session_summary,
+)
+from headrace.rollout.reasons import FailureReason
 from headrace.rollout.records import TRAIN, SessionSummary
-from headrace.rollout.types import DropReason
+from headrace.rollout.types import DropReason, Outcome
 
 MAX_PAGE = 200
 """Most sessions of one page."""
@@ -31,9 +38,11 @@ class SessionFilter(msgspec.Struct, frozen=True):
         stage, purpose, task, group: equal to.
         outcome: an outcome's value, or "open".
         fate: "trained", "pending", or the value of a `DropReason`.
+        failure: counted by `LedgerReader.failure_counts` for this reason.
         min_reward, max_reward: inclusive; unscored sessions meet neither.
         forked: only sessions with a call that started a new branch.
-        text: in the id, the instance, the reason or anything that was said, in any case.
+        text: in the id, the instance, the reason, the names of failure reasons or anything that was
+            said, in any case.
     """
 
     stage: str | None = None
@@ -42,6 +51,7 @@ class SessionFilter(msgspec.Struct, frozen=True):
     group: str | None = None
     outcome: str | None = None
     fate: str | None = None
+    failure: FailureReason | None = None
     min_reward: float | None = None
     max_reward: float | None = None
     forked: bool = False
@@ -127,6 +137,9 @@ class BrowsingReader(LedgerReader):
         """
         limit = max(1, min(limit, MAX_PAGE))
         where, values = _conditions(wanted)
+        if wanted.failure is not None:
+            failed, those = self._failed(wanted.failure)
+            where, values = f"{where} AND ({failed})", [*values, *those]
         needle = wanted.text.strip().lower()
         chunk = _CHUNK if needle else limit + 1
         last = 2**62 if before is None else before
@@ -170,7 +183,8 @@ class BrowsingReader(LedgerReader):
     def choices(self) -> dict[str, dict[str, int]]:
         """Values that conditions of `page` may take here, with the number of sessions of each.
 
-        Keys: "stage", "purpose", "outcome", "task" and "fate".
+        Keys: "stage", "purpose", "outcome", "task" and "fate", each of which every session has, and
+        "failure", of which it may have none or several; evaluations are a purpose, no failure.
         """
         found: dict[str, dict[str, int]] = {"stage": {}, "purpose": {}, "outcome": {}}
         with self.snapshot():
@@ -191,6 +205,11 @@ class BrowsingReader(LedgerReader):
                     "AND b.idx = m.batch GROUP BY 1 ORDER BY 2 DESC"
                 )
             )
+            found["failure"] = {
+                reason.value: number
+                for reason, number in self.failure_counts().items()
+                if reason is not FailureReason.EVALUATION
+            }
         return found
 
     def reward_buckets(self, buckets: int = 60) -> list[RewardBucket]:
@@ -240,6 +259,31 @@ class BrowsingReader(LedgerReader):
             )
             found.append(FailureCount(stage, task, outcome, reason, number, newest_id))
         return found
+
+    def _failed(self, reason: FailureReason) -> tuple[str, list[Any]]:
+        """A condition on sessions that say `reason` of themselves, and its values.
+
+        What a session says is decided by `reasons_of`, so the combinations that occur are asked.
+        """
+        conditions: list[str] = []
+        values: list[Any] = []
+        for ended in self._store.execute(
+            "SELECT DISTINCT outcome, failure, drop_reason FROM sessions"
+        ):
+            outcome, failure, dropped = ended
+            if reason in reasons_of(
+                None if outcome is None else Outcome(outcome),
+                failure_named(failure),
+                None if dropped is None else DropReason(dropped),
+            ):
+                conditions.append("(s.outcome IS ? AND s.failure IS ? AND s.drop_reason IS ?)")
+                values += ended
+        if reason.value in tuple(DropReason):
+            conditions.append(
+                "EXISTS (SELECT 1 FROM calls f WHERE f.session = s.key AND f.drop_reason = ?)"
+            )
+            values.append(reason.value)
+        return " OR ".join(conditions) or "FALSE", values
 
     def _said(self, rows: Sequence[tuple[Any, ...]], needle: str) -> set[int]:
         """Keys of the sessions in which `needle` was said."""
@@ -298,7 +342,8 @@ def _conditions(wanted: SessionFilter) -> tuple[str, list[Any]]:
 
 
 def _about(summary: SessionSummary, needle: str) -> bool:
-    facts = (summary.id, summary.reason, json.dumps(summary.instance, ensure_ascii=False))
+    facts = [summary.id, summary.reason, json.dumps(summary.instance, ensure_ascii=False)]
+    facts += reasons_of(summary.outcome, summary.failure, summary.drop_reason)
     return any(needle in fact.lower() for fact in facts)
 
 

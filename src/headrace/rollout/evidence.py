@@ -31,6 +31,21 @@ class _StoredCall(msgspec.Struct, frozen=True, array_like=True):
     model: str | None = None
 
 
+class _StoredReply(msgspec.Struct, frozen=True, array_like=True):
+    """The same bytes, where only who answered what is of interest: the rest is not looked into."""
+
+    shared: msgspec.Raw
+    messages: msgspec.Raw
+    response: bytes
+    idempotency_key: msgspec.Raw
+    renderer_id: msgspec.Raw
+    prompt_delta: msgspec.Raw
+    spans: msgspec.Raw
+    started_at: msgspec.Raw
+    finished_at: msgspec.Raw
+    model: str | None = None
+
+
 class CallColumns(msgspec.Struct, frozen=True):
     """The columns that hold the rest of a call."""
 
@@ -46,6 +61,7 @@ class CallColumns(msgspec.Struct, frozen=True):
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(_StoredCall)
+_reply_decoder = msgspec.msgpack.Decoder(_StoredReply)
 
 
 def encode_json(value: Any) -> bytes:
@@ -148,3 +164,13 @@ def decode_messages(body: bytes) -> list[Any]:
     """
     stored = _decoder.decode(body)
     return [decode_json(text) for text in (*stored.messages, stored.response)]
+
+
+def decode_reply(body: bytes) -> tuple[str | None, dict[str, Any]]:
+    """Which model beside the one that learns answered (None: that one), and its response.
+
+    Raises:
+        ValueError: the bytes are damaged.
+    """
+    stored = _reply_decoder.decode(body)
+    return stored.model, decode_json(stored.response)

@@ -16,6 +16,7 @@ from collections.abc import Callable
 import msgspec
 
 from headrace.errors import UserError
+from headrace.rollout.admission import Admission
 from headrace.rollout.cutting import BatchQueue, TrainingBatch
 from headrace.rollout.deciding import GroupDecisions
 from headrace.rollout.failures import reasons_of
@@ -88,6 +89,10 @@ class RolloutSource:
             staleness=config.staleness,
             max_tokens=config.max_tokens,
             next_batch=next_batch,
+        )
+        self._admission = Admission(
+            config.staleness if config.hold_back and not self._in_step else None,
+            config.groups_per_batch,
         )
         self._generated = Overgeneration(config.dynamic, config.groups_per_batch)
         self._decisions = GroupDecisions(config, ledger, self.sharing, self._generated)
@@ -179,7 +184,7 @@ class RolloutSource:
     def take_window(self) -> Window:
         """Counts since the last call."""
         window, self.window = self.window, Window()
-        window.held = self._hold.take()
+        window.held, window.held_slot_s = self._hold.take(), self._hold.take_slot_s()
         return window
 
     # -- producing --------------------------------------------------------------------------
@@ -191,15 +196,24 @@ class RolloutSource:
             return Hold.PUBLICATION
         if self._in_step and self._credit <= 0:
             return Hold.BATCH
+        most = self._most_rollouts()
+        if most <= 0.0:
+            return Hold.READY
+        if self._rollouts and len(self._rollouts) + config.group_size > most:
+            return Hold.CONCURRENCY if most == config.concurrency else Hold.READY
+        if self._admission.full(len(self._open) + len(self._ready)):
+            return Hold.STALENESS
+        return None
+
+    def _most_rollouts(self) -> float:
+        """How many rollouts may be in flight, by the groups that wait for the trainer."""
+        config = self.config
+        if self._in_step:
+            return config.concurrency
         # Rollouts started now are ready much later. So they give way little by little while groups
         # pile up; all or nothing would let the trainer run dry, then flood it, again and again.
         full = config.ready_batches * config.groups_per_batch
-        spare = 1.0 if self._in_step else min(1.0, 2.0 * (1.0 - len(self._ready) / full))
-        if spare <= 0.0:
-            return Hold.READY
-        if self._rollouts and len(self._rollouts) + config.group_size > config.concurrency * spare:
-            return Hold.CONCURRENCY if spare == 1.0 else Hold.READY
-        return None
+        return config.concurrency * min(1.0, 2.0 * (1.0 - len(self._ready) / full))
 
     async def _produce(self) -> None:
         while True:
@@ -216,7 +230,8 @@ class RolloutSource:
                 await self._begin_group(due)
                 # Give the rollouts of one group a head start over building the next.
                 await asyncio.sleep(0)
-            self._hold.switch(held)
+            unused = int(self._most_rollouts()) - len(self._rollouts)
+            self._hold.switch(held, unused if held is Hold.STALENESS else 0)
             self._room_changed.clear()
             # A task that rests may be tried again when its pause ends.
             await _changed(
@@ -279,6 +294,7 @@ class RolloutSource:
         """The engines have new weights; batches are cut at this version from here on."""
         self._newest = max(self._newest, version)
         self._publishing = False
+        self._admission.published()
         self._wake()
 
     def _dispatch(
@@ -380,6 +396,8 @@ class RolloutSource:
         self.window.decided(next(iter(sessions.values())).task, decision)
         if decision.members:
             self._ready.add(group_id, decision.members, sessions)
+        else:
+            self._admission.left(1)
         self._wake()
 
     # -- cutting ----------------------------------------------------------------------------
@@ -417,6 +435,7 @@ class RolloutSource:
                 return None
             if (patience_s := self.pauses.patience_s) is not None:
                 remaining = min(remaining, patience_s)
+            self._admission.waited()
             self._ready_changed.clear()
             await _changed(self._ready_changed, remaining)
 
@@ -425,6 +444,8 @@ class RolloutSource:
         if not stale.trajectories:
             return
         self.window.stale(stale.trajectories, stale.groups)
+        self._admission.stale()
+        self._admission.left(sum(stale.groups.values()))
         self.sharing.lost(stale.groups)
         self._room_changed.set()
 
@@ -460,6 +481,7 @@ class RolloutSource:
             self.sharing.trained(batch.tasks)
             self._decisions.save()
         self._generated.cut()
+        self._admission.left(sum(batch.tasks.values()))
         for task, groups in batch.tasks.items():
             self.window.of(task).trained += groups
         self._granted = False

@@ -31,6 +31,8 @@ class SourceConfig(msgspec.Struct, frozen=True):
     """Where half as many batches of finished groups wait for the trainer, fewer rollouts are
     started; where this many do, none. More keep the trainer busy beside uneven rollouts, and make
     what it trains on older."""
+    hold_back: bool = True
+    """Groups that would be too old when their turn came do not begin; see `admission`."""
     whole_versions: bool = False
     """New weights wait for the rollouts in flight, so that each has one version."""
     dynamic: OvergenerationConfig = OvergenerationConfig()

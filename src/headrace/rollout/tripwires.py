@@ -1,8 +1,8 @@
 """Signs of reward hacking, read from what finished rollouts did and what evaluations say.
 
 Pure statistics over a window of the newest rollouts, and a small memory of earlier evaluations that
-can be saved. What a tripped wire stops, and who asks, is not known here. docs/failures.md says what
-each statistic means and what it cannot see.
+can be saved; `remembering` finds the window again after a resume. What a tripped wire stops, and
+who asks, is not known here. docs/failures.md says what each statistic means and cannot see.
 """
 
 import hashlib
@@ -15,8 +15,8 @@ from typing import Any
 import msgspec
 
 from headrace.rollout.reasons import FailureReason
-from headrace.rollout.records import Evaluation
-from headrace.rollout.types import Call, Session
+from headrace.rollout.records import Evaluation, SessionSummary
+from headrace.rollout.types import Session
 
 MOST_SESSIONS = 5
 """Sessions that an alarm names."""
@@ -115,25 +115,49 @@ class Tripwires:
     Args:
         thresholds: when they trip.
         state: what `state` gave before a resume.
+        before: the rollouts that finished before it, oldest first.
     """
 
-    def __init__(self, thresholds: Thresholds, state: Any = None) -> None:
+    def __init__(
+        self, thresholds: Thresholds, state: Any = None, before: Iterable[Seen] = ()
+    ) -> None:
         self.thresholds = thresholds
         self._window: deque[Seen] = deque(maxlen=thresholds.window)
         kept = state if isinstance(state, dict) else {}
         self._marks = [msgspec.convert(mark, Mark) for mark in kept.get("marks", [])]
         self._first_tokens: float | None = kept.get("first_tokens")
+        self._acknowledged: dict[str, str] = dict(kept.get("acknowledged", {}))
+        for one in before:
+            self._remember(one)
+        # By wire, the rollouts that somebody has looked at already: they trip it no more.
+        self._looked_at = {
+            wire: _up_to(self._window, newest) for wire, newest in self._acknowledged.items()
+        }
 
     @property
     def state(self) -> dict[str, Any]:
-        """JSON-compatible memory of evaluations and lengths; the window is not in it."""
-        return {"marks": msgspec.to_builtins(self._marks), "first_tokens": self._first_tokens}
+        """JSON-compatible memory of evaluations, lengths and what was acknowledged; of the window
+        only the newest rollout's name."""
+        return {
+            "marks": msgspec.to_builtins(self._marks),
+            "first_tokens": self._first_tokens,
+            "acknowledged": self._acknowledged,
+            "newest": self._window[-1].session_id if self._window else None,
+        }
 
     def see(self, session: Session, detail: Mapping[str, Any]) -> None:
         """Remember a finished rollout; `detail` is its task service's."""
-        self._window.append(seen(session, detail))
+        self._remember(seen(session, detail))
+
+    def _remember(self, one: Seen) -> None:
+        self._window.append(one)
         if self._first_tokens is None and len(self._window) == self.thresholds.window:
             self._first_tokens = _mean_tokens(self._window)
+
+    def _watched(self, wire: Tripwire) -> list[Seen]:
+        """What of the window may trip a wire."""
+        known = self._looked_at.get(wire.value, ())
+        return [one for one in self._window if one.session_id not in known]
 
     def measures(self) -> dict[str, float]:
         """The statistics as metrics."""
@@ -150,8 +174,9 @@ class Tripwires:
             evaluations: of the stage, oldest first; those known already are ignored.
         """
         self._mark(evaluations)
-        limits, window = self.thresholds, self._window
+        limits = self.thresholds
         if limits.tampering:
+            window = self._watched(Tripwire.TAMPERING)
             suspects = [s for s in window if s.sign]
             if len(suspects) >= limits.tampering:
                 return Alarm(
@@ -160,24 +185,31 @@ class Tripwires:
                     f"or the sandbox; the newest {suspects[-1].sign}",
                     _newest(suspects),
                 )
-        problems = len({s.problem for s in window})
-        if problems >= limits.least_problems:
-            share, found = identical_output(window)
-            if limits.identical_output and share >= limits.identical_output:
-                return Alarm(
-                    Tripwire.IDENTICAL_OUTPUT,
-                    f"one and the same output earned a reward for {share:.0%} of the last "
-                    f"{problems} different problems",
-                    _newest(found),
-                )
-            share, found = identical_in_group(window)
-            if limits.identical_in_group and share >= limits.identical_in_group:
-                return Alarm(
-                    Tripwire.IDENTICAL_IN_GROUP,
-                    f"in {share:.0%} of the last groups every rollout gave the same output",
-                    _newest(found),
-                )
-        return self._long() or self._fallen()
+        return self._alike() or self._alike_in_group() or self._long() or self._fallen()
+
+    def _alike(self) -> Alarm | None:
+        limits, window = self.thresholds, self._watched(Tripwire.IDENTICAL_OUTPUT)
+        problems = _problems(window)
+        share, found = identical_output(window)
+        if not 0 < limits.identical_output <= share or problems < limits.least_problems:
+            return None
+        return Alarm(
+            Tripwire.IDENTICAL_OUTPUT,
+            f"one and the same output earned a reward for {share:.0%} of the last "
+            f"{problems} different problems",
+            _newest(found),
+        )
+
+    def _alike_in_group(self) -> Alarm | None:
+        limits, window = self.thresholds, self._watched(Tripwire.IDENTICAL_IN_GROUP)
+        share, found = identical_in_group(window)
+        if not 0 < limits.identical_in_group <= share or _problems(window) < limits.least_problems:
+            return None
+        return Alarm(
+            Tripwire.IDENTICAL_IN_GROUP,
+            f"in {share:.0%} of the last groups every rollout gave the same output",
+            _newest(found),
+        )
 
     def _long(self) -> Alarm | None:
         factor, first, window = self.thresholds.length_factor, self._first_tokens, self._window
@@ -240,27 +272,44 @@ class Tripwires:
 
 def seen(session: Session, detail: Mapping[str, Any]) -> Seen:
     """What to remember of a finished rollout."""
+    calls = session.policy_calls
+    return seen_in(
+        session,
+        detail,
+        responses=[call.response for call in calls],
+        tokens=sum(len(call.output_ids) for call in calls),
+    )
+
+
+def seen_in(
+    session: Session | SessionSummary,
+    detail: Mapping[str, Any],
+    *,
+    responses: Iterable[Mapping[str, Any]],
+    tokens: int,
+) -> Seen:
+    """The same from what the model that learns answered, in order, and how much it sampled."""
     expected = detail.get("expected")
     return Seen(
         session_id=session.id,
         group_id=session.group_id,
         task=session.task,
         problem=f"{session.task}/{session.instance.get('seed', session.group_id)}",
-        output=output_hash(session.policy_calls),
+        output=output_hash(responses),
         expected=None if expected is None else str(expected),
         reward=session.rewards.get("reward"),
-        tokens=sum(len(call.output_ids) for call in session.policy_calls),
+        tokens=tokens,
         sign=session.reason if session.failure is FailureReason.TAMPERING else "",
     )
 
 
-def output_hash(calls: Iterable[Call]) -> str:
+def output_hash(responses: Iterable[Mapping[str, Any]]) -> str:
     """Names everything that was said and run, thoughts and white space aside; "" for nothing."""
     parts: list[str] = []
-    for call in calls:
-        content = call.response.get("content")
+    for response in responses:
+        content = response.get("content")
         parts.append(" ".join(content.split()) if isinstance(content, str) else "")
-        for tool in call.response.get("tool_calls") or ():
+        for tool in response.get("tool_calls") or ():
             function = tool.get("function") or {}
             parts.append(f"{function.get('name')} {function.get('arguments')}")
     if not any(parts):
@@ -334,6 +383,16 @@ def _moments(values: Sequence[float]) -> tuple[float, float]:
         return 0.0, 0.0
     mean = math.fsum(values) / len(values)
     return mean, math.fsum((value - mean) ** 2 for value in values) / len(values)
+
+
+def _problems(window: Iterable[Seen]) -> int:
+    return len({one.problem for one in window})
+
+
+def _up_to(window: Iterable[Seen], newest: str) -> frozenset[str]:
+    """Sessions up to one that may have left the window already: then all are newer."""
+    names = [one.session_id for one in window]
+    return frozenset(names[: names.index(newest) + 1]) if newest in names else frozenset()
 
 
 def _mean_tokens(window: Iterable[Seen]) -> float:

@@ -31,12 +31,14 @@ class Hold(StrEnum):
     """The groups of the coming batch are dispatched, and the mode goes no further ahead."""
     TASKS = "tasks"
     """Every task is at its limit, or rests because its environment fails."""
+    STALENESS = "staleness"
+    """So many groups are on their way that another would be too old when its turn came."""
     PUBLICATION = "publication"
     """Rollouts in flight have to end before new weights come."""
 
 
 class HoldTimer:
-    """Adds up how long a source was held back, by reason; seconds.
+    """Adds up how long a source was held back, by reason, and how many rollouts it kept back.
 
     Args:
         clock: seconds, never going back.
@@ -46,20 +48,29 @@ class HoldTimer:
         self._clock = clock
         self._reason: Hold | None = None
         self._since = clock()
+        self._slots = 0
         self._held: dict[Hold, float] = {}
+        self._slot_s = 0.0
 
-    def switch(self, reason: Hold | None) -> None:
-        """From now on it is held for `reason`; None: it is not."""
+    def switch(self, reason: Hold | None, slots: int = 0) -> None:
+        """From now on it is held for `reason`, and keeps so many rollouts back; None: it is not."""
         now = self._clock()
         if self._reason is not None:
             self._held[self._reason] = self._held.get(self._reason, 0.0) + now - self._since
-        self._reason, self._since = reason, now
+            self._slot_s += self._slots * (now - self._since)
+        self._reason, self._slots, self._since = reason, slots, now
 
     def take(self) -> dict[Hold, float]:
         """What was added up since the last call."""
-        self.switch(self._reason)
+        self.switch(self._reason, self._slots)
         held, self._held = self._held, {}
         return held
+
+    def take_slot_s(self) -> float:
+        """Rollouts kept back, times seconds, since the last call."""
+        self.switch(self._reason, self._slots)
+        slot_s, self._slot_s = self._slot_s, 0.0
+        return slot_s
 
 
 class TaskCounts(msgspec.Struct):
@@ -108,6 +119,8 @@ class Window(msgspec.Struct):
     """Batches with fewer groups than they should have, as others would have cost too much."""
     held: dict[Hold, float] = msgspec.field(default_factory=dict)
     """Seconds for which nothing was dispatched, by reason."""
+    held_slot_s: float = 0.0
+    """Rollouts that were kept back as they would have become too old, times seconds."""
     retried: int = 0
     """Rollouts whose place was given to another session."""
     failures: Counter[FailureReason] = msgspec.field(default_factory=Counter)

@@ -179,6 +179,7 @@ async def _open_source(
             mode=stage.mode,
             seed=context.recipe.seed,
             ready_batches=stage.ready_batches,
+            hold_back=stage.hold_back,
             whole_versions=stage.partial_rollouts == "wait",
             dynamic=OvergenerationConfig(**stage.dynamic.model_dump()),
         ),

@@ -73,6 +73,7 @@ class RlObserver:
             "wait_s": update.wait_s,
             "publish_s": update.publish_s,
             **_held_metrics(window),
+            "held_slots": window.held_slot_s / seconds,
             "step_s": seconds,
             "train_tokens_per_s": update.metrics["trained_tokens"] / seconds,
             "trainer_busy": min(1.0, trained_s / seconds),

@@ -11,6 +11,7 @@ import msgspec
 from headrace.errors import UserError
 from headrace.recipe import AgenticRlStage, Recipe
 from headrace.rollout.ledger import Ledger
+from headrace.rollout.remembering import finished_rollouts
 from headrace.rollout.runner import FinishedRollout
 from headrace.rollout.trips import Trip, paused, state_name, tripped
 from headrace.rollout.tripwires import Tripwire, Tripwires
@@ -20,7 +21,7 @@ class StageTripwires:
     """The wires of one stage.
 
     Args:
-        ledger: what they remember is kept there.
+        ledger: what they remember is kept there; rollouts that finished before are read from it.
         stage: its thresholds.
         message: tells a person something.
     """
@@ -31,8 +32,12 @@ class StageTripwires:
         self._ledger = ledger
         self._stage = stage
         self._message = message
-        kept = ledger.get_state(state_name(stage.name))
-        self._wires = Tripwires(stage.tripwires.thresholds, kept)
+        limits = stage.tripwires.thresholds
+        self._wires = Tripwires(
+            limits,
+            ledger.get_state(state_name(stage.name)),
+            finished_rollouts(ledger, stage.name, limits.window),
+        )
         self._warned: set[Tripwire] = set()
 
     def see(self, finished: FinishedRollout) -> None:
@@ -93,9 +98,13 @@ def require_acknowledged(
         raise UserError(f"run {run_dir} is {paused(trip, run_dir)}")
     kept = ledger.get_state(state_name(trip.stage))
     if trip.alarm.wire is Tripwire.HELD_OUT_FALL:
-        kept["marks"] = []
+        # Still known, so that they are not marked anew, but without rewards nothing follows.
+        kept["marks"] = [{**mark, "rewards": 0} for mark in kept["marks"]]
     elif trip.alarm.wire is Tripwire.LENGTH:
         kept["first_tokens"] = None
+    if kept.get("newest") is not None:
+        # What somebody has looked at trips this wire no more; the others go on seeing it.
+        kept["acknowledged"] = {**kept.get("acknowledged", {}), trip.alarm.wire: kept["newest"]}
     ledger.put_state(state_name(trip.stage), {**kept, "tripped": None})
 
 

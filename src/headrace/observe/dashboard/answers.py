@@ -71,9 +71,9 @@ def trajectory(source: RunSource, session_id: str) -> dict[str, Any] | None:
     session = source.session(session_id)
     ledger = source.ledger()
     summary = None if ledger is None else ledger.find(session_id)
-    if session is None or summary is None:
+    if session is None or summary is None or ledger is None:
         return None
-    return trajectories.detail(summary, session)
+    return trajectories.detail(summary, session, ledger.call_fates(session_id))
 
 
 def tokens(source: RunSource, session_id: str, segment: int, offset: int) -> dict[str, Any] | None:

@@ -4,7 +4,10 @@ Pure functions from a `Run` to JSON-compatible values; every series is thinned t
 show, so that a long run costs no more than a short one.
 """
 
+import itertools
 import math
+import re
+import statistics
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -36,6 +39,13 @@ _RL_CHARTS: tuple[Chart, ...] = (
         True,
     ),
     ("Effective sample share", "share", {"effective_sample_share": "share"}, True),
+    ("Groups generated for each that trained", "groups", {"overgeneration": "groups"}, True),
+    (
+        "One and the same output",
+        "share",
+        {"identical_output": "for different problems", "identical_in_group": "within a group"},
+        True,
+    ),
     ("Learning rate", "rate", {"learning_rate": "rate"}, True),
 )
 _SUPERVISED_CHARTS: tuple[Chart, ...] = (
@@ -49,6 +59,11 @@ _SUPERVISED_CHARTS: tuple[Chart, ...] = (
     ("Gradient norm", "norm", {"grad_norm": "norm"}, True),
     ("Learning rate", "rate", {"learning_rate": "rate"}, True),
 )
+_TARGET = re.compile(r"task\.(.+)\.target")
+_MOST_TASKS = 24
+"""Tasks of a stage that have a chart of their own."""
+_GAP = 4.5
+"""Time without a point, in usual distances of points, over which a curve is not drawn."""
 _PLACES = range(-9 * 3, 2 * 3)
 """Bars of the mismatch histogram, three for each power of ten."""
 
@@ -150,14 +165,15 @@ def _reasons(run: Run, ledger: BrowsingReader) -> list[dict[str, Any]]:
 
 
 def _rewards(run: Run) -> list[dict[str, Any]]:
-    """One curve per stage and task: [minutes, mean, low or None, high or None, n] each point."""
+    """One curve per stage and task: [minutes, mean, low or None, high or None, n] each point; a
+    mean of None where nothing finished for long, as between two processes of a run."""
     if not isinstance(run.ledger, BrowsingReader):
         return []
     buckets = run.ledger.reward_buckets()
     if not buckets:
         return []
     started = run.rows[0].time - run.rows[0].elapsed if run.rows else min(b.start for b in buckets)
-    curves: dict[tuple[str, str], list[list[float | None]]] = {}
+    curves: dict[tuple[str, str], list[list[Any]]] = {}
     for bucket in buckets:
         interval = mean_interval(bucket.n, bucket.total, bucket.squares)
         low, high = interval if interval is not None else (None, None)
@@ -166,8 +182,23 @@ def _rewards(run: Run) -> list[dict[str, Any]]:
             [middle, bucket.total / bucket.n, low, high, bucket.n]
         )
     return [
-        {"stage": stage, "task": task, "points": points} for (stage, task), points in curves.items()
+        {"stage": stage, "task": task, "points": _with_gaps(points)}
+        for (stage, task), points in curves.items()
     ]
+
+
+def _with_gaps(points: Sequence[list[Any]]) -> list[list[Any]]:
+    """The points of a curve, and one without a value wherever the next is far away."""
+    steps = [after[0] - before[0] for before, after in itertools.pairwise(points)]
+    if not steps:
+        return list(points)
+    far = _GAP * statistics.median(steps)
+    found = [points[0]]
+    for step, point in zip(steps, points[1:], strict=True):
+        if step > far:
+            found.append([point[0] - step / 2, None, None, None, 0])
+        found.append(point)
+    return found
 
 
 def _charts(rows: Sequence[MetricRow], kind: str) -> list[dict[str, Any]]:
@@ -175,12 +206,32 @@ def _charts(rows: Sequence[MetricRow], kind: str) -> list[dict[str, Any]]:
     charts = _SUPERVISED_CHARTS
     if kind == "agentic_rl":
         levels = pass_rate_labels(name for row in rows for name in row.metrics)
-        charts = (*_RL_CHARTS, ("Estimated pass rate by level", "share", levels, True))
+        charts = (
+            *_RL_CHARTS,
+            ("Estimated pass rate by level", "share", levels, True),
+            *_ratio_charts(rows),
+        )
     for title, unit, names, zero in charts:
         lines = _series(rows, names)
         if lines:
             found.append({"title": title, "unit": unit, "zero": zero, "lines": lines})
     return found
+
+
+def _ratio_charts(rows: Sequence[MetricRow]) -> list[Chart]:
+    """What part of the groups each task was to have and had; of stages with several tasks."""
+    named = {m[1] for row in rows for name in row.metrics if (m := _TARGET.fullmatch(name))}
+    if not named:
+        return []
+    errors = {"ratio_error": "dispatched", "trained_ratio_error": "trained"}
+    charts: list[Chart] = [
+        ("Largest distance of a task from its ratio", "share of groups", errors, True)
+    ]
+    for task in sorted(named)[:_MOST_TASKS]:
+        lines = {"target": "target", "share": "dispatched", "trained_share": "trained"}
+        names = {f"task.{task}.{key}": label for key, label in lines.items()}
+        charts.append((f"Task {task}: target and actual share", "share of groups", names, True))
+    return charts
 
 
 def _series(rows: Sequence[MetricRow], names: Mapping[str, str]) -> list[dict[str, Any]]:

@@ -1,7 +1,7 @@
 """The dashboard as one HTML file: the same page with its data inside, for sending and keeping.
 
 Aggregates go in whole; of trajectories a bounded number does, the newest of every task, purpose,
-outcome and fate, and the page says what was left out.
+outcome, failure and fate, and the page says what was left out.
 """
 
 import base64
@@ -19,6 +19,7 @@ from headrace.observe.dashboard.files import PAGE, SCRIPTS, STYLE, read_file
 from headrace.observe.dashboard.source import RunSource
 from headrace.observe.disk import full_disk
 from headrace.rollout.browsing import MAX_PAGE, SessionFilter
+from headrace.rollout.reasons import FailureReason
 
 _IMPORT = re.compile(r"^import\b[^;]*;\n", re.MULTILINE)
 _STAR = re.compile(r'^import \* as (\w+) from "\./([\w-]+\.js)";$', re.MULTILINE)
@@ -108,6 +109,7 @@ def _chosen(source: RunSource, limit: int) -> list[str]:
     choices = ledger.choices()
     wanted = [
         SessionFilter(forked=True),
+        *(SessionFilter(failure=FailureReason(reason)) for reason in choices["failure"]),
         *(SessionFilter(fate=fate) for fate in choices["fate"]),
         *(SessionFilter(outcome=outcome) for outcome in choices["outcome"]),
         *(SessionFilter(purpose=purpose) for purpose in choices["purpose"]),

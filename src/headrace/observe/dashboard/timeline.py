@@ -4,6 +4,7 @@ Pure functions from metric rows; a row says how its update's seconds were spent.
 summed into a fixed number of columns.
 """
 
+import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -14,6 +15,8 @@ from headrace.observe.runs import Run
 COLUMNS = 160
 """Columns of the timeline."""
 _RATES = ("gen_tokens_per_s", "train_tokens_per_s", "queue_groups", "rollouts_in_flight")
+_HELD = re.compile(r"held\.(\w+)_s")
+"""Metrics that say for how many seconds no rollout was begun, by reason."""
 
 
 def timeline(run: Run) -> dict[str, Any]:
@@ -84,16 +87,35 @@ def _timeline(rows: Sequence[MetricRow]) -> dict[str, Any] | None:
             ]
             for column in columns
         ],
-        "rates": {
-            name: [
-                [middle, column[name] / column[f"{name} s"]]
-                for middle, column in zip(middles, columns, strict=True)
-                if column[f"{name} s"]
-            ]
-            for name in _RATES
+        # Points; where nothing was observed, the value is None.
+        "rates": {name: _curve(middles, columns, name, f"{name} s") for name in _RATES},
+        "held": {
+            reason: _curve(middles, columns, f"held {reason}", "held") for reason in _held(measured)
         },
         "totals": sides(measured),
     }
+
+
+def _curve(
+    middles: Sequence[float], columns: Sequence[Mapping[str, float]], name: str, weight: str
+) -> list[list[float | None]]:
+    """The weighted mean of something in every column; nothing where it never was logged."""
+    points: list[list[float | None]] = [
+        [middle, round(column[name] / column[weight], 4) if column.get(weight) else None]
+        for middle, column in zip(middles, columns, strict=True)
+    ]
+    return points if any(value is not None for _, value in points) else []
+
+
+def _held(rows: Sequence[MetricRow]) -> list[str]:
+    """Reasons for which rollouts were held back at some time."""
+    found = {
+        match[1]
+        for row in rows
+        for name, value in row.metrics.items()
+        if value > 0 and (match := _HELD.fullmatch(name)) is not None
+    }
+    return sorted(found)
 
 
 def _spread(
@@ -119,6 +141,12 @@ def _spread(
             if name in row.metrics:
                 column[name] += row.metrics[name] * seconds * share
                 column[f"{name} s"] += seconds * share
+        for name, value in row.metrics.items():
+            if (match := _HELD.fullmatch(name)) is not None:
+                # A hold that began before the row's own seconds is still reported in it.
+                column[f"held {match[1]}"] += min(value, seconds) * share
+        if "held_s" in row.metrics:
+            column["held"] += seconds * share
 
 
 def _measured(rows: Sequence[MetricRow]) -> list[MetricRow]:

@@ -4,7 +4,7 @@ From ledger types to JSON-compatible values of bounded size. What trains and wha
 decided by `rollout.segments` and the ledger; texts are made showable, never trusted.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from headrace.observe.calls import call_nodes
@@ -13,6 +13,8 @@ from headrace.observe.fates import failure_of, fate_words, short_fate
 from headrace.observe.units import readable
 from headrace.observe.vocabulary import Vocabulary
 from headrace.rollout.browsing import CallFate
+from headrace.rollout.failures import reasons_of
+from headrace.rollout.reasons import FailureReason
 from headrace.rollout.records import SessionSummary
 from headrace.rollout.segments import segments
 from headrace.rollout.types import Segment, Session
@@ -36,6 +38,7 @@ def row(summary: SessionSummary) -> dict[str, Any]:
         "group": summary.group_id,
         "outcome": "open" if summary.outcome is None else summary.outcome.value,
         "failure": None if (failure := failure_of(summary)) is None else failure.value,
+        "reasons": [r.value for r in _reasons(summary, ())],
         "reason": readable(summary.reason)[:200],
         "reward": summary.reward,
         "tokens": summary.tokens,
@@ -50,8 +53,15 @@ def row(summary: SessionSummary) -> dict[str, Any]:
     }
 
 
-def detail(summary: SessionSummary, session: Session) -> dict[str, Any]:
-    """One trajectory without its tokens: facts, conversation, calls as a tree, segments."""
+def detail(
+    summary: SessionSummary, session: Session, fates: Mapping[str, CallFate]
+) -> dict[str, Any]:
+    """One trajectory without its tokens: facts, conversation, calls as a tree, segments.
+
+    Args:
+        summary, session: the trajectory.
+        fates: of its calls.
+    """
     turns = conversation(session)
     skipped = max(len(turns) - _TURNS, 0)
     nodes = call_nodes(session)
@@ -59,6 +69,7 @@ def detail(summary: SessionSummary, session: Session) -> dict[str, Any]:
     indices = {node.id: node.index for node in nodes}
     return {
         **row(summary),
+        "reasons": [r.value for r in _reasons(summary, fates.values())],
         "instance": _cut(readable(str(summary.instance)), _INSTANCE),
         "rewards": dict(sorted(summary.rewards.items())),
         "said": fate_words(summary),
@@ -95,6 +106,13 @@ def detail(summary: SessionSummary, session: Session) -> dict[str, Any]:
             for s in segments(session)
         ],
     }
+
+
+def _reasons(summary: SessionSummary, fates: Iterable[CallFate]) -> list[FailureReason]:
+    """Everything that keeps it from being a clean sample: as a whole, and of single calls."""
+    found = list(reasons_of(summary.outcome, summary.failure, summary.drop_reason))
+    found += [FailureReason(fate.drop_reason) for fate in fates if fate.drop_reason is not None]
+    return [r for r in dict.fromkeys(found) if r is not FailureReason.EVALUATION]
 
 
 def tokens(

@@ -3,13 +3,16 @@
 import { el, legend, svg } from "./dom.js";
 import { short } from "./format.js";
 
+const COLOURS = 6;
+/** Widest bar of a histogram, in pixels. */
+const WIDEST = 90;
 const LEFT = 60, RIGHT = 14, TOP = 12, BOTTOM = 38;
 
-/** Round numbers (1, 2 or 5 times a power of ten apart) within [low, high]. */
-export function ticks(low, high, about) {
+/** Round numbers (1, 2 or 5 times a power of ten apart) within [low, high]; `whole`: no fractions. */
+export function ticks(low, high, about, whole = false) {
   const span = high - low;
   if (!(span > 0)) return [low];
-  const raw = span / Math.max(about, 1);
+  const raw = Math.max(span / Math.max(about, 1), whole ? 1 : 0);
   const power = 10 ** Math.floor(Math.log10(raw));
   const step = [1, 2, 5, 10].map((m) => m * power).find((s) => s >= raw * 0.999);
   const found = [];
@@ -106,17 +109,19 @@ function crosshair(root, area, at, words) {
 /**
  * Curves over a common axis.
  *
- * lines: { label, points: [[x, y, low, high]], colour, faint }; low and high draw an interval.
+ * lines: { label, points: [[x, y, low, high]], colour, faint, dashed }; low and high draw an
+ * interval, a y of null is a gap.
  * dots: { x, y, low, high, label, colour }: measurements with intervals.
  * stretches: { start, end, label }: shaded parts of the x axis.
+ * whole: x is a count.
  */
 export function lineChart(spec) {
-  const { title, xLabel = "", yLabel = "", zero = true, log = false, yFormat = short, xFormat = short } = spec;
+  const { title, xLabel = "", yLabel = "", zero = true, log = false, whole = false, yFormat = short, xFormat = short } = spec;
   const height = spec.height || 220, dots = spec.dots || [], stretches = spec.stretches || [];
   const put = log ? (y) => Math.log10(y) : (y) => y;
   const usable = (p) => Number.isFinite(p[0]) && Number.isFinite(p[1]) && (!log || p[1] > 0);
   const lines = spec.lines
-    .map((line) => ({ ...line, points: line.points.filter(usable) }))
+    .map((line) => ({ ...line, colour: line.colour % COLOURS, pieces: pieces(line.points, usable), points: line.points.filter(usable) }))
     .filter((line) => line.points.length);
   if (!lines.length && !dots.length) return empty(title, spec.none);
   const allX = lines.flatMap((l) => l.points.map((p) => p[0])).concat(dots.map((d) => d.x), stretches.flatMap((s) => [s.start, s.end]));
@@ -134,7 +139,7 @@ export function lineChart(spec) {
     if (yLow !== 0) yLow -= air;
   }
   const written = (y) => (log ? y.toExponential(1) : yFormat(y));
-  const keys = [...new Map(lines.map((l) => [l.label, [l.label, `line s${l.colour}${l.faint ? " faint" : ""}`]])).values()];
+  const keys = [...new Map(lines.map((l) => [l.label, [l.label, `line s${l.colour}${l.faint ? " faint" : ""}${l.dashed ? " dashed" : ""}`]])).values()];
   if (dots.length && spec.dotsLabel) keys.push([spec.dotsLabel, "dot mark"]);
   return figure(title, keys, (width) => {
     const area = { left: LEFT, right: width - RIGHT, top: TOP, bottom: height - BOTTOM, width, height };
@@ -150,23 +155,26 @@ export function lineChart(spec) {
     });
     root.append(...axes(area, {
       xs, ys, xLabel, yLabel, xFormat,
-      xTicks: ticks(xLow, xHigh, width / 80),
+      xTicks: ticks(xLow, xHigh, width / 80, whole),
       yTicks: log ? ticks(yLow, yHigh, 5).filter(Number.isInteger) : ticks(yLow, yHigh, 5),
       yFormat: log ? (v) => `1e${v}` : yFormat,
     }));
     for (const line of lines) {
-      const sure = line.points.filter((p) => Number.isFinite(p[2]) && Number.isFinite(p[3]));
-      if (sure.length > 1) {
+      for (const piece of line.pieces) {
+        const sure = piece.filter((p) => Number.isFinite(p[2]) && Number.isFinite(p[3]));
+        if (sure.length < 2) continue;
         const up = sure.map((p) => `${xs(p[0]).toFixed(1)},${clampY(put(p[3])).toFixed(1)}`);
         const down = sure.map((p) => `${xs(p[0]).toFixed(1)},${clampY(put(p[2])).toFixed(1)}`).reverse();
         root.append(svg("polygon", { class: `sure s${line.colour}`, points: up.concat(down).join(" ") }));
       }
-      const faint = line.faint ? " faint" : "";
-      if (line.points.length === 1) {
-        const [x, y] = line.points[0];
-        root.append(svg("circle", { class: `dot s${line.colour}`, cx: xs(x), cy: clampY(put(y)), r: 3 }));
-      } else {
-        const path = line.points.map((p) => `${xs(p[0]).toFixed(1)},${clampY(put(p[1])).toFixed(1)}`).join(" ");
+      const faint = `${line.faint ? " faint" : ""}${line.dashed ? " dashed" : ""}`;
+      for (const piece of line.pieces) {
+        if (piece.length === 1) {
+          const [x, y] = piece[0];
+          root.append(svg("circle", { class: `dot s${line.colour}`, cx: xs(x), cy: clampY(put(y)), r: line.points.length === 1 ? 3 : 1.5 }));
+          continue;
+        }
+        const path = piece.map((p) => `${xs(p[0]).toFixed(1)},${clampY(put(p[1])).toFixed(1)}`).join(" ");
         root.append(svg("polyline", { class: `line s${line.colour}${faint}`, points: path }));
       }
     }
@@ -191,6 +199,16 @@ export function lineChart(spec) {
   }, spec.css);
 }
 
+/** Stretches of neighbouring points without a gap. */
+function pieces(points, usable) {
+  const found = [[]];
+  for (const point of points) {
+    if (usable(point)) found[found.length - 1].push(point);
+    else if (point[1] === null) found.push([]);
+  }
+  return found.filter((piece) => piece.length);
+}
+
 function summary(title, lines, dots, written) {
   const words = lines.map((l) => `${l.label}: from ${written(l.points[0][1])} to ${written(l.points[l.points.length - 1][1])}`);
   return [title, ...words, ...dots.map((d) => d.label)].join(". ");
@@ -205,11 +223,11 @@ export function histogram({ title, bars: given, xLabel = "", yLabel = "", warn =
     const xs = scale(0, given.length, area.left, area.right), ys = scale(0, top * 1.06, area.bottom, area.top);
     const root = svg("svg", { class: "chart", width, height, role: "img", "aria-label": `${title}. ${given.map(([l, v]) => `${l}: ${short(v)}`).join(", ")}` });
     const every = Math.ceil(given.length / Math.max(width / 34, 1));
-    root.append(...axes(area, { xs: (i) => xs(i + 0.5), ys, xLabel, yLabel, yFormat: short, yTicks: ticks(0, top * 1.06, 5),
+    root.append(...axes(area, { xs: (i) => xs(i + 0.5), ys, xLabel, yLabel, yFormat: short, yTicks: ticks(0, top * 1.06, 5, true),
       xTicks: given.map((_, i) => i).filter((i) => i % every === 0), xFormat: (i) => given[i][0] }));
     given.forEach(([, value], i) => {
-      const [a, b] = [xs(i + 0.1), xs(i + 0.9)], y = ys(value);
-      root.append(svg("rect", { class: `bar s${warn(i) ? 3 : colour}`, x: a, y, width: Math.max(b - a, 0.5), height: Math.max(area.bottom - y, value ? 1 : 0) }));
+      const y = ys(value), wide = Math.min(Math.max(xs(i + 0.9) - xs(i + 0.1), 0.5), WIDEST);
+      root.append(svg("rect", { class: `bar s${warn(i) ? 3 : colour}`, x: xs(i + 0.5) - wide / 2, y, width: wide, height: Math.max(area.bottom - y, value ? 1 : 0) }));
     });
     return crosshair(root, area, given.map((_, i) => xs(i + 0.5)), (i) => [el("b", {}, `${xLabel} ${given[i][0]}`), el("span", {}, `${short(given[i][1])} ${yLabel}`)]);
   });

@@ -31,9 +31,12 @@ function ends(failures) {
 }
 
 function named(failures) {
-  const rows = failures.reasons.map((r) => [count(r.count), r.reason, r.whose, r.rule || "–", r.stage]);
+  const rows = failures.reasons.map((r) => [
+    count(r.count), r.reason, r.whose, r.rule || "–", r.stage,
+    el("a", { href: `#/trajectories?${new URLSearchParams({ stage: r.stage, failure: r.reason })}`, "aria-label": `look at ${r.reason}` }, "all"),
+  ]);
   return section("Rollouts that are no clean samples", "By reason, with what the recipe does about it. A rollout may count twice: for how it ended, and for why it did not train.",
-    rows.length ? table([["count", "n"], ["reason", ""], ["whose", ""], ["rule", ""], ["stage", ""]], rows) : el("p", { class: "empty" }, "Every rollout is a clean sample so far."));
+    rows.length ? table([["count", "n"], ["reason", ""], ["whose", ""], ["rule", ""], ["stage", ""], ["look", ""]], rows) : el("p", { class: "empty" }, "Every rollout is a clean sample so far."));
 }
 
 function reasons(failures) {
@@ -54,9 +57,9 @@ function stage(one) {
     "Mismatch compares the log-probabilities that trainer and engine give the same tokens under the same weights; the importance ratio also holds what training changed since. Single tokens are not recorded, so mismatch is counted over updates.",
     el("div", { class: "grid" },
       histogram({ title: `Staleness of trained tokens${bound === null ? "" : ` (bound ${bound})`}`, bars: all, xLabel: "lag", yLabel: "tokens", warn: (i) => bound !== null && i > bound, none: "No token was trained yet." }),
-      lineChart({ title: "Lag at the cut", xLabel: "update", yLabel: "versions", lines: one.lag.map((l, i) => ({ ...l, colour: i })) }),
+      lineChart({ title: "Lag at the cut", xLabel: "update", whole: true, yLabel: "versions", lines: one.lag.map((l, i) => ({ ...l, colour: i })) }),
       histogram({ title: "Mean |log-probability mismatch| of an update", bars: one.mismatch.mean, xLabel: "nats, at least", yLabel: "updates", colour: 2 }),
       histogram({ title: "Largest |log-probability mismatch| of an update", bars: one.mismatch.largest, xLabel: "nats, at least", yLabel: "updates", colour: 1 }),
-      lineChart({ title: "Mismatch over updates", xLabel: "update", yLabel: "nats, logarithmic", log: true, lines: one.mismatch_curve.map((l, i) => ({ ...l, colour: i })) }),
-      lineChart({ title: "Importance ratio, new over rollout policy", xLabel: "update", yLabel: "ratio", zero: false, lines: one.ratio.map((l, i) => ({ ...l, colour: i })) })));
+      lineChart({ title: "Mismatch over updates", xLabel: "update", whole: true, yLabel: "nats, logarithmic", log: true, lines: one.mismatch_curve.map((l, i) => ({ ...l, colour: i })) }),
+      lineChart({ title: "Importance ratio, new over rollout policy", xLabel: "update", whole: true, yLabel: "ratio", zero: false, lines: one.ratio.map((l, i) => ({ ...l, colour: i })) })));
 }

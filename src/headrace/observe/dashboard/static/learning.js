@@ -18,8 +18,8 @@ export function render({ learning }) {
   for (const stage of learning.charts) {
     parts.push(section(`Stage ${stage.stage}`, stage.kind === "agentic_rl" ? "One point per update." : "One point per step that was logged.",
       el("div", { class: "grid" }, stage.charts.map((chart) => lineChart({
-        title: chart.title, xLabel: stage.kind === "agentic_rl" ? "update" : "step", yLabel: chart.unit, zero: chart.zero,
-        lines: chart.lines.map((line, i) => ({ ...line, colour: i })),
+        title: chart.title, xLabel: stage.kind === "agentic_rl" ? "update" : "step", yLabel: chart.unit, zero: chart.zero, whole: true,
+        lines: chart.lines.map((line, i) => ({ ...line, colour: i, dashed: line.label === "target" })),
       })))));
   }
   if (!parts.length) parts.push(section("Learning", "No step was logged yet."));

@@ -54,7 +54,7 @@ function stages(run) {
     const words = [];
     for (const [key, label, write] of [
       ["reward_mean", "reward", short], ["loss", "loss", short], ["lag_mean", "lag", short],
-      ["gen_tokens_per_s", "generated/s", short], ["train_tokens_per_s", "trained/s", short],
+      ["gen_tokens_per_s", "tokens generated/s", short], ["train_tokens_per_s", "tokens trained/s", short],
       ["tokens_per_s", "tokens/s", short], ["queue_groups", "groups waiting", count],
       ["rollouts_in_flight", "rollouts in flight", count],
     ]) if (newest[key] !== undefined) words.push(`${label} ${write(newest[key])}`);

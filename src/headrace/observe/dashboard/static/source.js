@@ -65,13 +65,14 @@ function matches(row, filter) {
   }
   const fate = row.step !== null ? "trained" : row.drop || "pending";
   if (filter.fate && fate !== filter.fate) return false;
+  if (filter.failure && !row.reasons.includes(filter.failure)) return false;
   if (filter.forked && !embedded.details[row.id].tree.some((call) => call.fork)) return false;
   if (filter.min_reward && !(row.reward !== null && row.reward >= Number(filter.min_reward))) return false;
   if (filter.max_reward && !(row.reward !== null && row.reward <= Number(filter.max_reward))) return false;
   if (!filter.text) return true;
   const wanted = filter.text.trim().toLowerCase();
   const found = embedded.details[row.id];
-  const texts = [row.id, row.reason, found.instance];
+  const texts = [row.id, row.reason, found.instance, ...row.reasons];
   for (const turn of found.turns) texts.push(turn.text, turn.reasoning);
   return texts.some((text) => text.toLowerCase().includes(wanted));
 }

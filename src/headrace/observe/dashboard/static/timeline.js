@@ -7,6 +7,12 @@ import { duration, percent } from "./format.js";
 export const title = "Timeline";
 export const needs = ["timeline"];
 
+/** Why no rollout was begun, as the run's metrics name it. */
+const HOLDS = {
+  concurrency: "as many in flight as may be", ready: "finished groups wait for the trainer", batch: "the mode goes no further ahead",
+  publication: "new weights come first", tasks: "tasks are at their limits or rest", staleness: "they would be too old when trained",
+};
+
 export function render({ timeline }) {
   if (!timeline.stages.length) {
     return [section("Timeline", "No update of a reinforcement-learning stage was logged yet.")];
@@ -48,7 +54,12 @@ function stage(one) {
         lines: [{ label: "generated", points: one.rates.gen_tokens_per_s, colour: 2 }, { label: "trained", points: one.rates.train_tokens_per_s, colour: 0 }],
       }),
       lineChart({ title: "Finished groups waiting for the trainer", xLabel: "minute", yLabel: "groups", lines: [{ label: "groups", points: one.rates.queue_groups, colour: 1 }] }),
-      lineChart({ title: "Rollouts in flight", xLabel: "minute", yLabel: "rollouts", lines: [{ label: "rollouts", points: one.rates.rollouts_in_flight, colour: 2 }] })));
+      lineChart({ title: "Rollouts in flight", xLabel: "minute", yLabel: "rollouts", lines: [{ label: "rollouts", points: one.rates.rollouts_in_flight, colour: 2 }] }),
+      lineChart({
+        title: "No rollout was begun, because", xLabel: "minute", yLabel: "share of time", yRange: [0, 1], yFormat: (v) => percent(v, 0),
+        lines: Object.entries(one.held).map(([reason, points], i) => ({ label: HOLDS[reason] || reason, points, colour: i })),
+        none: "Not recorded, or nothing ever held rollouts back.",
+      })));
 }
 
 function verdict(totals, observed) {

@@ -10,7 +10,7 @@ export const needs = ["choices"];
 /** New data must not pull the list away from under a reader, so this view offers it instead. */
 export const steady = true;
 
-const CONDITIONS = ["stage", "purpose", "task", "outcome", "fate", "min_reward", "max_reward", "forked", "text", "group"];
+const CONDITIONS = ["stage", "purpose", "task", "outcome", "failure", "fate", "min_reward", "max_reward", "forked", "text", "group"];
 const TYPING_MS = 350;
 
 export function render({ choices }, place) {
@@ -71,7 +71,7 @@ export function render({ choices }, place) {
   function item(row) {
     const link = el("a", { href: `#/trajectories?${place.query({ ...filter, id: row.id })}`, "data-id": row.id, "aria-current": row.id === opened ? "true" : null },
       el("span", { class: "first" }, el("b", {}, row.family || row.task), reward(row)),
-      el("span", { class: "second" }, [row.purpose === "train" ? row.stage : row.purpose, row.outcome === "ok" ? null : row.outcome, row.fate === row.outcome ? null : row.fate,
+      el("span", { class: "second" }, [row.purpose === "train" ? row.stage : row.purpose, row.outcome === "ok" ? null : row.outcome, ...row.reasons.filter((reason) => reason !== row.outcome && reason !== row.fate), row.fate === row.outcome ? null : row.fate,
         `${count(row.tokens)} tokens`, row.version === null ? null : `v${row.version}`].filter(Boolean).join(" · ")),
       el("span", { class: "third" }, row.id));
     link.addEventListener("click", (event) => {
@@ -113,7 +113,8 @@ export function render({ choices }, place) {
     return [
       back(),
       el("h2", { class: "id" }, t.id),
-      el("p", { class: "verdict" }, el("span", { class: `badge ${t.outcome === "ok" ? "good" : t.outcome === "open" ? "open" : "bad"}` }, t.outcome), reward(t), ` ${t.said}`, t.reason ? ` · ${t.reason}` : ""),
+      el("p", { class: "verdict" }, el("span", { class: `badge ${t.outcome === "ok" ? "good" : t.outcome === "open" ? "open" : "bad"}` }, t.outcome),
+        t.reasons.filter((reason) => reason !== t.outcome).map((reason) => el("span", { class: "badge open" }, reason)), reward(t), ` ${t.said}`, t.reason ? ` · ${t.reason}` : ""),
       el("dl", { class: "facts" }, [
         ["task", t.task], ["purpose", t.purpose], ["stage", t.stage], ["group", t.group], ["calls", count(t.calls)], ["tokens sampled", count(t.tokens)],
         ["took", t.finished ? duration(t.finished - t.dispatched) : "–"], ["began", moment(t.dispatched)],
@@ -148,12 +149,12 @@ function filters(choices, filter, changed) {
     el("option", { value: "" }, "any"),
     Object.entries(choices[name] || {}).map(([value, n]) => el("option", { value, selected: filter[name] === value }, `${value} (${count(n)})`))));
   const number = (name, label) => el("label", {}, label, el("input", { type: "number", step: "any", name, value: filter[name], on: { input: (event) => { filter[name] = event.target.value; later(); } } }));
-  const text = el("input", { type: "search", name: "text", maxlength: 200, value: filter.text, placeholder: "in messages, ids, instances, reasons", on: { input: (event) => { filter.text = event.target.value; later(); } } });
+  const text = el("input", { type: "search", name: "text", maxlength: 200, value: filter.text, placeholder: "in messages, ids, instances, reasons, failures", on: { input: (event) => { filter.text = event.target.value; later(); } } });
   const forked = el("input", { type: "checkbox", name: "forked", checked: Boolean(filter.forked), on: { change: (event) => { filter.forked = event.target.checked ? "true" : ""; changed(); } } });
   const group = filter.group ? el("p", {}, `Only group ${filter.group}. `, el("button", { type: "button", on: { click: (event) => { filter.group = ""; event.target.parentElement.remove(); changed(); } } }, "Show all groups")) : null;
   return el("form", { class: "filters", role: "search", "aria-label": "Filter trajectories", on: { submit: (event) => event.preventDefault() } },
     el("label", { class: "whole" }, "Search", text),
-    select("stage", "Stage"), select("purpose", "Purpose"), select("task", "Task"), select("outcome", "Outcome"), select("fate", "What became of it"),
+    select("stage", "Stage"), select("purpose", "Purpose"), select("task", "Task"), select("outcome", "Outcome"), select("failure", "Failure reason"), select("fate", "What became of it"),
     el("div", { class: "pair" }, number("min_reward", "Reward from"), number("max_reward", "to")),
     el("label", { class: "check" }, forked, "only with forks"), group);
 }
