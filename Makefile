@@ -9,7 +9,7 @@
 #   TORCH_INDEX  extra package index for torch, e.g. https://download.pytorch.org/whl/cpu
 #   EXTRAS       optional dependency groups to install
 #   AGENTS       what make agents installs and tests: node, mini-swe-agent, verifiers, coding
-#   WORKERS      processes that share the files of tests; as many as cores, at most 4
+#   WORKERS      processes that share the files of tests; for make test as many as cores, at most 4
 #   ARGS         further arguments, e.g. make quickstart ARGS="--set stages.rl.updates=5"
 
 PYTHON ?=
@@ -29,7 +29,9 @@ TORCH := $(shell sed -n 's/^\(torch==[^ ]*\).*/\1/p' constraints.txt)
 # Tests start engine and trainer processes; more compute threads than cores slow all of them down.
 test test-slow agents: export OMP_NUM_THREADS ?= 1
 # A file stays in one process, with what its tests share; tests/conftest.py puts the longest first.
-SHARED := -n $(WORKERS) --maxprocesses 4 --dist loadfile --no-loadscope-reorder
+SHARED = -n $(WORKERS) --maxprocesses 4 --dist loadfile --no-loadscope-reorder
+# Some of these measure throughput, which others beside them would change.
+test-slow: WORKERS = 0
 
 .DEFAULT_GOAL := help
 .PHONY: help setup quickstart smollm2 glm5-tiny smoke test test-slow agents lint format docs clean

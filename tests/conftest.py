@@ -13,6 +13,7 @@ from hypothesis import settings
 settings.register_profile("same everywhere", deadline=None, derandomize=True)
 settings.load_profile("same everywhere")
 
+HERE = Path(__file__).parent
 LONGEST = (
     "test_whole_language_run.py",
     "test_run.py",
@@ -29,12 +30,14 @@ LONGEST = (
     "training/test_stage_resume.py",
 )
 """Files that take longest, first of all, so that no process is left alone with one at the end."""
+for name in LONGEST:
+    if not (HERE / name).is_file():
+        raise pytest.UsageError(f"tests/conftest.py: LONGEST names {name}, which is not there")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Where files are shared among processes, the longest come first; else order is untouched."""
     if not hasattr(config, "workerinput"):
         return
-    here = Path(__file__).parent
-    rank = {here / name: place for place, name in enumerate(LONGEST)}
+    rank = {HERE / name: place for place, name in enumerate(LONGEST)}
     items.sort(key=lambda item: rank.get(item.path, len(rank)))

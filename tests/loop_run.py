@@ -30,7 +30,7 @@ from small_runs import ChatTask, small_recipe, use_tasks
 GROUP, GROUPS, INSTANCES = 4, 2, 4
 KILLED_AT = 2
 """Evaluation rollouts that end before the kill."""
-PATIENCE_S = 120.0
+PATIENCE_S = 400.0
 
 
 def recipe_of(checkpoint: Path) -> Recipe:

@@ -20,7 +20,7 @@ from headrace.rollout.types import DropReason, Outcome
 from headrace.run import run_recipe
 from small_runs import small_checkpoint
 
-DEADLINE_S = 240
+DEADLINE_S = 600
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-DEADLINE_S = 300.0
+DEADLINE_S = 900.0
 STAGES = ("base", "mid", "warmup", "adapt", "sft")
 RECIPE = """
 name = "tiny"

@@ -79,7 +79,7 @@ async def test_memory_of_a_session_grows_with_its_tokens():
     held: list[int] = []
     tracemalloc.start()
     try:
-        for turn in range(1, 61):
+        for turn in range(1, 31):
             text = f"{turn} how many lines are in notes.txt? " * 16
             messages.append({"role": "user", "content": text})
             body = await gateway.chat(key, {"messages": list(messages)})
@@ -87,12 +87,12 @@ async def test_memory_of_a_session_grows_with_its_tokens():
             messages.append({"role": "assistant", "content": answer["content"]})
             engine.requests.clear()
             engine.log.clear()
-            if turn % 20 == 0:
+            if turn % 10 == 0:
                 gc.collect()
                 held.append(tracemalloc.get_traced_memory()[0])
     finally:
         tracemalloc.stop()
     calls = gateway.calls("s")
-    assert sum(len(one.prompt_delta) + len(one.output_ids) for one in calls) > 10_000
+    assert sum(len(one.prompt_delta) + len(one.output_ids) for one in calls) > 5_000
     assert all(one.parent_id is not None for one in calls[1:])
     assert held[2] - held[1] < 1.3 * (held[1] - held[0]), "as much for each turn, however late"

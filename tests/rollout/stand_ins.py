@@ -21,7 +21,8 @@ from headrace.tasks.types import Endpoint, RolloutResult, TaskInstance
 
 TIMEOUT = 60.0
 """Seconds that no test needs."""
-Script = Callable[[int, TaskInstance], Awaitable[RolloutResult]]
+Script = Callable[[int, TaskInstance], Awaitable[Any]]
+"""Makes a result of a rollout's number, from 0, and its instance; or what is none, or nothing."""
 
 
 class ScriptedGate:
@@ -67,9 +68,7 @@ class ScriptedGate:
 
 
 class ScriptedTask:
-    """Rewards alternate 0, 1 within a group unless `script` says otherwise of the number of a
-    rollout, from 0, and its instance.
-    """
+    """Rewards alternate 0, 1 within a group unless `script` says otherwise."""
 
     def __init__(self, script: Script | None = None, name: str = "toy") -> None:
         self.name = name

@@ -167,7 +167,7 @@ def results(case: Case, ranks: Ranks) -> dict[str, Any]:
 
 def _run_rank(folder: Path, rank: int) -> None:
     torch.set_num_threads(1)
-    with joined(rank, WORLD, f"file://{folder}/rendezvous", timeout_s=60.0) as ranks:
+    with joined(rank, WORLD, f"file://{folder}/rendezvous", timeout_s=300.0) as ranks:
         found = {name: results(case, ranks) for name, case in CASES.items()}
         # Two ranks that save, forget everything and go on, as two ranks here and as one elsewhere.
         case = CASES["indexer adaptation"]

@@ -22,7 +22,7 @@ from headrace.model.checkpoint import load_checkpoint
 from headrace.training.checkpointing import load_state
 from headrace.training.parallel import ALONE
 
-DEADLINE_S = 120
+DEADLINE_S = 600
 
 
 def assert_close(found, wanted, tolerance=1e-5):
