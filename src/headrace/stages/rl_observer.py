@@ -65,7 +65,9 @@ class RlObserver:
     def _measured(self, update: rl.Update, window: Window, seconds: float) -> dict[str, float]:
         trained = dict(update.metrics)
         busy = trained.pop("busy_s")
-        trained_s, self.trainer_busy = busy - self.trainer_busy, busy
+        # A trainer that took the place of one that died counts from zero.
+        trained_s = busy - self.trainer_busy if busy >= self.trainer_busy else busy
+        self.trainer_busy = busy
         metrics = {
             **trained,
             "version": float(update.version),
