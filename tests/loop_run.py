@@ -37,7 +37,7 @@ def recipe_of(checkpoint: Path) -> Recipe:
         {
             "name": "beside",
             "model": {"path": str(checkpoint), "renderer": "compact"},
-            "engine": {"max_running": 8, "max_context": 128},
+            "engine": {"max_running": 8, "max_context": 128, "deterministic": True},
             "evaluation": {"task": "chat", "instances": INSTANCES + 2, "before": False},
             "stages": [
                 {
@@ -45,6 +45,7 @@ def recipe_of(checkpoint: Path) -> Recipe:
                     "name": "rl",
                     "task": "chat",
                     "mode": "one_step_off",
+                    "batch_invariant": True,
                     "updates": 12,
                     "group_size": GROUP,
                     "groups_per_batch": GROUPS,
