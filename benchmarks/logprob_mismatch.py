@@ -12,6 +12,8 @@ texts long enough for attention to select keys.
 share of tokens whose ratio trainer / engine leaves [1/2, 2], `tokens_*` how many were compared:
 
     fp32       engine in float32
+    fp32_matched  engine in float32 and deterministic, trainer with `batch_invariant`: the same sums
+               in the same order; of the dense model, as there is no such trainer for the other
     bf16       weights, activations and cache in bfloat16
     int8       8-bit weights and products, the rest bfloat16
     int8_fp32  8-bit weights and products, the rest float32
@@ -20,12 +22,15 @@ share of tokens whose ratio trainer / engine leaves [1/2, 2], `tokens_*` how man
                names an environment that has it: same conversations, its tokens and logprobs
 
 `nats_*` is the mean -logprob of the tokens that float32 sampled, `prefill_per_new_token` what the
-engine computed of the prompts after the first turn over what was new in them.
+engine computed of the prompts after the first turn over what was new in them, and
+`update_ratio_fp32_matched` the processor time of the matched trainer for the loss and gradients of
+a conversation over that of the plain one (median of interleaved rounds).
 """
 
 import argparse
 import math
 import os
+import statistics
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
@@ -58,7 +63,7 @@ from headrace.model.gguf_import import SMOLLM2
 from headrace.model.presets import preset
 from headrace.tokens.renderer import create_renderer
 from headrace.tokens.training import train_tokenizer
-from headrace.training.batch import supervised_sample
+from headrace.training.batch import Sample, supervised_sample
 from headrace.training.rl_record import RlRecord
 from headrace.training.supervised import Budget
 from headrace.training.trainer import OptimizerConfig, RlConfig, Trainer
@@ -80,12 +85,14 @@ class Setting(NamedTuple):
 
     dtype: str
     weights: str = "same"
+    deterministic: bool = False
 
 
 VLLM = {"vllm_bf16": "bfloat16", "vllm_fp32": "float32"}
 """Its rows, and what it computes in."""
 SETTINGS = {
     "fp32": Setting("float32"),
+    "fp32_matched": Setting("float32", deterministic=True),
     "bf16": Setting("bfloat16"),
     "int8": Setting("bfloat16", "int8"),
     "int8_fp32": Setting("float32", "int8"),
@@ -124,6 +131,20 @@ def compare(trainer: Trainer, conversations: Sequence[Conversation], name: str) 
     return found.metrics_of(name)
 
 
+def update_ratio(trainer: Trainer, plain: Trainer, sample: Sample, rounds: int) -> float:
+    """Processor time of `trainer` for the loss and gradients of a sample, over that of `plain`."""
+    ratios = []
+    for _ in range(rounds):
+        seconds = []
+        for side in (trainer, plain):
+            began = time.process_time()
+            side.loss_and_gradients([sample], rl=RlConfig(0.2, 0.28))
+            seconds.append(time.process_time() - began)
+            side.model.zero_grad(set_to_none=True)
+        ratios.append(seconds[0] / seconds[1])
+    return statistics.median(ratios)
+
+
 def measure(
     model: Model, arguments: argparse.Namespace, threads: int, suffix: str
 ) -> dict[str, float]:
@@ -137,6 +158,8 @@ def measure(
         for bfloat16 in (False, True)
     )
     for name, setting in SETTINGS.items():
+        if setting.deterministic and suffix:
+            continue
         # As in a run on two cores: one thread for the engine, and with it the compiled step.
         torch.set_num_threads(1)
         config = EngineConfig(
@@ -145,12 +168,23 @@ def measure(
             prefill_tokens=256,
             dtype=setting.dtype,
             weights=setting.weights,
+            deterministic=setting.deterministic,
             seed=0,
         )
         weights = load_checkpoint(model.path, dtype=getattr(torch, setting.dtype))
         engine = Embedded(EngineCore(weights, config), arguments.new, model.stop_ids)
         conversations, new = talk(engine, model, arguments)
         torch.set_num_threads(threads)
+        if setting.deterministic:
+            matched = Trainer(
+                load_checkpoint(model.path),
+                OptimizerConfig(1e-6, micro_tokens=4096, batch_invariant=True),
+            )
+            metrics |= compare(matched, conversations, name)
+            metrics[f"update_ratio_{name}"] = update_ratio(
+                matched, exact, conversations[0].sample(), 1 if arguments.quick else 5
+            )
+            continue
         metrics |= compare(exact, conversations, name + suffix)
         if name == "bf16":
             metrics |= compare(half, conversations, f"bf16_both{suffix}")
@@ -273,7 +307,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 def show(metrics: dict[str, float], suffix: str) -> None:
     """One row per setting."""
     print(f"{'setting':16s}{'tokens':>8s}{'mean':>10s}{'p99':>10s}{'max':>10s}{'outside':>10s}")
-    for name in ("fp32", "bf16", "bf16_both", "int8", "int8_fp32", *VLLM):
+    for name in ("fp32", "fp32_matched", "bf16", "bf16_both", "int8", "int8_fp32", *VLLM):
         key = name + suffix
         if f"tokens_{key}" not in metrics:
             continue

@@ -41,6 +41,7 @@ def recipe_of(checkpoint: Path) -> Recipe:
             "name": "rl",
             "task": "chat",
             "mode": "one_step_off",
+            "batch_invariant": True,
             "updates": 12,
             "group_size": GROUP,
             "groups_per_batch": GROUPS,
@@ -51,6 +52,7 @@ def recipe_of(checkpoint: Path) -> Recipe:
             "evaluation": {"every": 1, "instances": INSTANCES, "concurrency": 1},
             "stop": {"patience": 2},
         },
+        engine={"max_running": 8, "max_context": 128, "deterministic": True},
         evaluation={"task": "chat", "instances": INSTANCES + 2, "before": False},
     )
 

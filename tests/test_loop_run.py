@@ -96,6 +96,13 @@ def test_an_evaluation_keeps_its_version_while_newer_ones_train(finished):
         assert kept.dropped.keys() <= {DropReason.EVALUATION, DropReason.CANCELLED}
 
 
+def test_a_batch_invariant_trainer_finds_the_engines_logprobs_to_the_bit(finished):
+    lines = (finished["dir"] / "metrics.jsonl").read_text().splitlines()
+    # Where the batch was sampled by the very weights that train, as the first one was.
+    found = [json.loads(line)["metrics"].get("mismatch_max_abs") for line in lines]
+    assert {gap for gap in found if gap is not None} == {0.0}
+
+
 def test_one_step_off_trains_one_version_behind_over_a_whole_run(finished):
     with Ledger.resume(finished["dir"]) as ledger:
         assert all(finding.held for finding in audit(ledger, derive=segments).values())

@@ -137,6 +137,18 @@ def test_older_recipes_keep_their_meaning():
             'window does nothing unless sampling is not "uniform"',
         ),
         (with_rl(curriculum={"promote_at": 0.5}), "promote_at does nothing unless start_level"),
+        (
+            with_rl(batch_invariant=True, dtype="bfloat16"),
+            'batch_invariant = true with dtype = "bfloat16"',
+        ),
+        (
+            with_rl(batch_invariant=True),
+            'stage "rl": batch_invariant = true with engine.deterministic = false',
+        ),
+        (
+            {**with_rl(batch_invariant=True), "engine": {"deterministic": True, "weights": "int8"}},
+            'batch_invariant = true with engine.weights = "int8": .* set engine.weights = "same"',
+        ),
         (with_rl(dynamic={"max_overgeneration": 0.5}), r"max_overgeneration: .*equal to 1"),
         (with_rl(objective={"kind": "grpo", "beta": 2}), "unknown key .*beta.*known: eps_high"),
         (with_rl(objective={"kind": "icepop", "beta": 1}), r"objective\.beta: .*greater than 1"),

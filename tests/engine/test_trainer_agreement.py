@@ -146,10 +146,17 @@ def talk(
 
 
 def mismatch(
-    weights: Path, conversations: Sequence[Conversation], version: int, temperature: float = 1.0
+    weights: Path,
+    conversations: Sequence[Conversation],
+    version: int,
+    temperature: float = 1.0,
+    *,
+    batch_invariant: bool = False,
 ) -> float:
     """Largest difference on tokens of `version` that an RL step reports over these weights."""
-    trainer = Trainer(load_checkpoint(weights), OptimizerConfig(1e-3))
+    trainer = Trainer(
+        load_checkpoint(weights), OptimizerConfig(1e-3, batch_invariant=batch_invariant)
+    )
     metrics = trainer.rl_step(
         [conversation.sample() for conversation in conversations],
         RlConfig(0.2, 0.28, temperature),
@@ -191,6 +198,26 @@ def test_every_token_has_the_trainers_logprob(
     assert min(map(sum, sampled)) > 80
     for version in (0, 1):
         assert mismatch(weights[version], conversations, version, temperature) < TOLERANCE
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("compiled", [True, False])
+@pytest.mark.parametrize("kind", DENSE)
+def test_a_batch_invariant_trainer_finds_a_deterministic_engines_logprobs_to_the_bit(
+    kind: str, compiled: bool, temperature: float, tmp_path: Path
+) -> None:
+    weights = save_versions(kind, tmp_path)
+    model = load_checkpoint(weights[0])
+    engine = {"deterministic": True, "compiled": compiled}
+    core = new_core(model, max_running=6, cache_tokens=200, prefill_tokens=7, **engine)
+    conversations = talk(core, 3, tokens=20, temperature=temperature, update=(1, 30, weights[1]))
+    stats = core.stats()
+    assert min(stats.tokens_reused, stats.preemptions, stats.tokens_recomputed) > 0
+    for version in (0, 1):
+        found = mismatch(
+            weights[version], conversations, version, temperature, batch_invariant=True
+        )
+        assert found == 0.0
 
 
 @pytest.mark.parametrize("kind", ["llama", "glm_moe_dsa"])

@@ -89,6 +89,7 @@ def test_optimizer_settings_reach_the_trainer():
         "micro_tokens": 99,
         "router_bias_rate": 1e-3,
         "bfloat16": True,
+        "batch_invariant": False,
         "algorithm": "muon_split",
         "embedding": 0.5,
     }

@@ -12,7 +12,13 @@ from torch import Tensor
 
 from headrace.model.attention import IndexQuery, LatentQuery
 from headrace.model.trace import Trace
-from headrace.ops import Layout, dense_attention, select_topk, sparse_latent_attention
+from headrace.ops import (
+    Layout,
+    batch_invariant,
+    dense_attention,
+    select_topk,
+    sparse_latent_attention,
+)
 
 Mode = Literal["auto", "dense", "sparse"]
 
@@ -26,14 +32,21 @@ class CausalAttend:
             model before adaptation, and its indexer's warm-up); "auto" selects when some sequence
             is longer than topk, which computes what "sparse" does.
         trace: told about selections and attention; usually also given to the forward.
+        invariant: grouped-query attention with an engine's order of sums, for float32 and a layout.
     """
 
     def __init__(
-        self, layout: Layout | None = None, mode: Mode = "auto", trace: Trace | None = None
+        self,
+        layout: Layout | None = None,
+        mode: Mode = "auto",
+        trace: Trace | None = None,
+        *,
+        invariant: bool = False,
     ) -> None:
         self.layout = layout
         self.mode = mode
         self.trace = trace
+        self._dense_attention = batch_invariant.attention if invariant else dense_attention
         self._selection: Tensor | None = None
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -42,7 +55,7 @@ class CausalAttend:
             return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         batch, _, tokens, size = q.shape
         q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))
-        out = dense_attention(q, k, v, self.layout, scale=size**-0.5)
+        out = self._dense_attention(q, k, v, self.layout, scale=size**-0.5)
         return out.unflatten(0, (batch, tokens)).transpose(1, 2)
 
     def attend_latent(self, layer: int, query: LatentQuery) -> Tensor:

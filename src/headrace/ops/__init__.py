@@ -5,6 +5,7 @@ Call the functions; `use("reference")` or HEADRACE_OPS=reference picks a backend
 """
 
 from headrace.ops import (
+    batch_invariant,
     cross_entropy,
     dense,
     draws,
@@ -42,6 +43,7 @@ __all__ = [
     "OpFallbackWarning",
     "PackedMatrices",
     "PackedMatrix",
+    "batch_invariant",
     "cross_entropy",
     "dense",
     "dense_attention",

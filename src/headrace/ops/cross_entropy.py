@@ -49,9 +49,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
         for begin in range(0, count, rows):
             chunk = slice(begin, min(begin + rows, count))
             logits = hidden[chunk] @ weight.t()
-            for part in _blocks(logits):
+            for part in row_blocks(logits):
                 place = slice(begin + part.start, begin + part.stop)
-                z = _widen(logits[part], temperature)
+                z = widen(logits[part], temperature)
                 highest = z.amax(-1, keepdim=True)
                 chosen = z.gather(-1, targets[place, None])[:, 0]
                 exponentials = z.sub_(highest).exp()
@@ -73,52 +73,83 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, targets, saved, logprobs = ctx.saved_tensors
-        needs_hidden, needs_weight = ctx.needs_input_grad[:2]
-        scaled = grads[0] / ctx.temperature
-        # 1 - p of the target, without the cancellation when p is close to 1.
-        at_target = -torch.expm1(logprobs) * scaled
-        count, rows = hidden.shape[0], ctx.rows
-        d_hidden = torch.empty_like(hidden) if needs_hidden else None
-        single = count <= rows
-        d_weight = None
-        if needs_weight and not single:
-            # Chunks are summed in float32, or the sum would be rounded once per chunk.
-            d_weight = torch.zeros(weight.shape, dtype=torch.float32)
-        for begin in range(0, count, rows):
-            chunk = slice(begin, min(begin + rows, count))
-            logits = torch.empty_like(saved) if ctx.kept else hidden[chunk] @ weight.t()
-            for part in _blocks(logits):
-                place = slice(begin + part.start, begin + part.stop)
-                if ctx.kept:
-                    # A new tensor: what was kept serves another backward, too.
-                    gradient = saved[part] * -scaled[place, None]
-                else:
-                    z = _widen(logits[part], ctx.temperature)
-                    gradient = z.sub_(saved[place, None]).exp_().mul_(-scaled[place, None])
-                gradient.scatter_(1, targets[place, None], at_target[place, None])
-                logits[part] = gradient
-            if d_hidden is not None:
-                torch.mm(logits, weight, out=d_hidden[chunk])
-            if needs_weight:
-                if single:
-                    d_weight = logits.t() @ hidden
-                elif d_weight is not None and hidden.dtype == torch.float32:
-                    d_weight.addmm_(logits.t(), hidden[chunk])
-                elif d_weight is not None:
-                    d_weight += logits.t() @ hidden[chunk]
-        if needs_weight:
-            d_weight = torch.zeros_like(weight) if d_weight is None else d_weight.to(weight.dtype)
-        return d_hidden, d_weight, None, None, None, None
+        gradients = projection_gradients(
+            *(hidden, weight, targets, saved, logprobs, grads[0]),
+            temperature=ctx.temperature,
+            rows=ctx.rows,
+            kept=ctx.kept,
+            wanted=ctx.needs_input_grad[:2],
+        )
+        return *gradients, None, None, None, None
 
 
-def _widen(logits: Tensor, temperature: float) -> Tensor:
+def projection_gradients(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    saved: Tensor,
+    logprobs: Tensor,
+    grad: Tensor,
+    *,
+    temperature: float,
+    rows: int,
+    kept: bool,
+    wanted: tuple[bool, bool],
+) -> tuple[Tensor | None, Tensor | None]:
+    """Gradients of hidden [N, D] and weight [V, D], whichever are wanted.
+
+    Args:
+        hidden, weight, targets, temperature: of the forward.
+        saved: the probabilities [N, V] if `kept`, else the normaliser of each row, [N].
+        logprobs: [N], the forward's result; grad: [N], its gradient.
+        rows: of a chunk; `kept` only where one chunk holds all.
+        wanted: which of the two.
+    """
+    scaled = grad / temperature
+    # 1 - p of the target, without the cancellation when p is close to 1.
+    at_target = -torch.expm1(logprobs) * scaled
+    count = hidden.shape[0]
+    d_hidden = torch.empty_like(hidden) if wanted[0] else None
+    single = count <= rows
+    d_weight = None
+    if wanted[1] and not single:
+        # Chunks are summed in float32, or the sum would be rounded once per chunk.
+        d_weight = torch.zeros(weight.shape, dtype=torch.float32)
+    for begin in range(0, count, rows):
+        chunk = slice(begin, min(begin + rows, count))
+        logits = torch.empty_like(saved) if kept else hidden[chunk] @ weight.t()
+        for part in row_blocks(logits):
+            place = slice(begin + part.start, begin + part.stop)
+            if kept:
+                # A new tensor: what was kept serves another backward, too.
+                gradient = saved[part] * -scaled[place, None]
+            else:
+                z = widen(logits[part], temperature)
+                gradient = z.sub_(saved[place, None]).exp_().mul_(-scaled[place, None])
+            gradient.scatter_(1, targets[place, None], at_target[place, None])
+            logits[part] = gradient
+        if d_hidden is not None:
+            torch.mm(logits, weight, out=d_hidden[chunk])
+        if wanted[1]:
+            if single:
+                d_weight = logits.t() @ hidden
+            elif d_weight is not None and hidden.dtype == torch.float32:
+                d_weight.addmm_(logits.t(), hidden[chunk])
+            elif d_weight is not None:
+                d_weight += logits.t() @ hidden[chunk]
+    if wanted[1]:
+        d_weight = torch.zeros_like(weight) if d_weight is None else d_weight.to(weight.dtype)
+    return d_hidden, d_weight
+
+
+def widen(logits: Tensor, temperature: float) -> Tensor:
     """A float32 copy of the logits, divided by the temperature."""
     if logits.dtype == torch.float32:
         return logits / temperature
     return logits.float().div_(temperature)
 
 
-def _blocks(logits: Tensor) -> list[slice]:
+def row_blocks(logits: Tensor) -> list[slice]:
     """Row ranges that are widened at once."""
     count, vocabulary = logits.shape
     rows = max(1, _BLOCK_ELEMENTS // max(1, vocabulary))

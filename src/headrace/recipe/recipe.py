@@ -92,6 +92,7 @@ class Recipe(Table):
             seen.add(stage.name)
         self._check_data()
         self._check_measured_beside()
+        self._check_batch_invariant()
         if self.name in self.models:
             raise ValueError(
                 f'models "{self.name}" has the name of the recipe, by which clients know the model '
@@ -131,6 +132,24 @@ class Recipe(Table):
                     f"{suggest(table.score, ['mean', *held_out.task_names])}"
                 )
 
+    def _check_batch_invariant(self) -> None:
+        """Raises ValueError when a trainer is to match an engine that is not as it must be."""
+        engine = self.engine
+        for stage in self.stages:
+            if not isinstance(stage, AgenticRlStage) or not stage.batch_invariant:
+                continue
+            for key, value, needed in (
+                ("deterministic", engine.deterministic, True),
+                ("dtype", engine.dtype, "float32"),
+                ("weights", engine.weights, "same"),
+            ):
+                if value != needed:
+                    raise ValueError(
+                        f'stage "{stage.name}": batch_invariant = true with engine.{key} = '
+                        f"{_toml(value)}: the engine then computes another sum; set engine.{key} = "
+                        f"{_toml(needed)}, or leave batch_invariant out"
+                    )
+
     def _check_data(self) -> None:
         """Raises ValueError when something names a corpus that is not there."""
         known = sorted(self.data)
@@ -157,3 +176,8 @@ class Recipe(Table):
         for place, name in named:
             if name not in self.data:
                 raise ValueError(f'{place} "{name}" is no entry of [data]{suggest(name, known)}')
+
+
+def _toml(value: bool | str) -> str:
+    """As a recipe spells it."""
+    return str(value).lower() if isinstance(value, bool) else f'"{value}"'

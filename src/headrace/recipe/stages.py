@@ -278,6 +278,11 @@ class AgenticRlStage(StageTable):
     """Second-moment decay."""
     temperature: Annotated[float, Field(gt=0.0)] = 1.0
     """Sampling temperature of rollouts."""
+    batch_invariant: bool = False
+    """The trainer's forward pass uses the batch-invariant kernels of the engine (bitwise consistent
+    or "true on-policy" RL): at equal weights both find the same logprobs, to the bit. In float32 on
+    the CPU, for models with grouped-query attention and no experts; needs engine.deterministic.
+    Updates take longer, and the trainer holds one more copy of the weights."""
     max_sequence: Positive | None = None
     """Longest sequence trained on, in tokens; by default engine.max_context."""
     give_up_s: Seconds = 120.0
@@ -295,6 +300,15 @@ class AgenticRlStage(StageTable):
     def _budget(self) -> Self:
         if self.updates is None and self.seconds is None and self.trained_tokens is None:
             raise ValueError("give updates, seconds or both, or trained_tokens")
+        return self
+
+    @model_validator(mode="after")
+    def _computes(self) -> Self:
+        if self.batch_invariant and self.dtype != "float32":
+            raise ValueError(
+                f'batch_invariant = true with dtype = "{self.dtype}": it computes in float32; '
+                'set dtype = "float32", or leave batch_invariant out'
+            )
         return self
 
     @model_validator(mode="after")

@@ -121,6 +121,7 @@ def optimizer_config(stage: StageTable) -> dict[str, Any]:
         "micro_tokens": stage.micro_tokens,
         "router_bias_rate": (stage.router_bias_rate if isinstance(stage, SupervisedStage) else 0.0),
         "bfloat16": stage.dtype == "bfloat16",
+        "batch_invariant": isinstance(stage, AgenticRlStage) and stage.batch_invariant,
         "algorithm": stage.optimizer,
         "embedding": stage.embedding_rate if isinstance(stage, SupervisedStage) else 1.0,
     }

@@ -18,7 +18,8 @@ from headrace.model.decoder import Decoder
 from headrace.objectives.balance import balance_loss
 from headrace.objectives.indexer import dense_index_loss, sparse_index_loss
 from headrace.objectives.mtp import mtp_targets
-from headrace.ops import Layout, indexer_scores, linear_cross_entropy
+from headrace.ops import Layout, indexer_scores, linear_cross_entropy, row_independent
+from headrace.training.batch_invariant import BatchInvariant
 from headrace.training.rows import Rows
 
 
@@ -95,14 +96,24 @@ class Pass(nn.Module):
         model: what is trained.
         losses: what to compute.
         bfloat16: matrix products in bfloat16 (autocast).
+        invariant: packed copies of the model's weights, kept up to date by the caller, to compute
+            what a deterministic engine computes.
     """
 
-    def __init__(self, model: Decoder, losses: LossConfig, *, bfloat16: bool) -> None:
+    def __init__(
+        self,
+        model: Decoder,
+        losses: LossConfig,
+        *,
+        bfloat16: bool,
+        invariant: BatchInvariant | None = None,
+    ) -> None:
         super().__init__()
         _check(model, losses)
         self.model = model
         self.losses = losses
         self._half = bfloat16
+        self._invariant = invariant
         self.loads: dict[nn.Module, Tensor] = {}
 
     @property
@@ -115,8 +126,12 @@ class Pass(nn.Module):
         """See `PassOutput`; logits are divided by `temperature` before the softmax."""
         trace = _LossTrace(self.losses, rows.layout, self.loads if rows.counts else {})
         mode = "dense" if self.losses.index == "dense" else "auto"
-        attend = CausalAttend(rows.layout, mode, trace)
-        with autocast(rows.ids.device, self._half):
+        invariant = self._invariant is not None
+        attend = CausalAttend(rows.layout, mode, trace, invariant=invariant)
+        with (
+            autocast(rows.ids.device, self._half),
+            row_independent() if invariant else nullcontext(),
+        ):
             hidden = self.model(rows.ids, rows.positions, attend, trace)
             logprobs = entropies = torch.zeros(0, device=rows.ids.device)
             if self.losses.language:
@@ -154,9 +169,12 @@ class Pass(nn.Module):
             # Still part of the graph: every rank's backward has to visit the same parameters.
             empty = self.model.logits(selected).float().sum(-1)
             return empty, empty.detach()
-        logprobs, entropies = linear_cross_entropy(
-            selected, self.model.output_weight, targets, temperature=temperature
-        )
+        if self._invariant is not None:
+            logprobs, entropies = self._invariant.score(selected, targets, temperature)
+        else:
+            logprobs, entropies = linear_cross_entropy(
+                selected, self.model.output_weight, targets, temperature=temperature
+            )
         # An own tensor: sharding hooks on a module's outputs, and views of others lose them.
         return logprobs.clone(), entropies
 

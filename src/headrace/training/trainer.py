@@ -27,6 +27,7 @@ from headrace.objectives.language_model import weighted_nll
 from headrace.objectives.mtp import mtp_loss
 from headrace.optim.groups import Algorithm, OptimizerGroups, build_optimizers
 from headrace.training.batch import Sample, plan_micro_batches
+from headrace.training.batch_invariant import BatchInvariant
 from headrace.training.forward import LossConfig, Losses, Pass, PassOutput, freeze
 from headrace.training.guards import GuardConfig, GuardState, TrainingStopped, Verdict, judge
 from headrace.training.parallel import (
@@ -61,6 +62,8 @@ class OptimizerConfig(NamedTuple):
         grad_clip: largest global gradient norm.
         micro_tokens: most tokens in one forward pass; bounds memory, not the loss.
         bfloat16: matrix products in bfloat16; weights and optimizer state stay float32.
+        batch_invariant: a forward pass with the bits of a deterministic float32 engine, on one
+            rank; see `BatchInvariant`.
         algorithm: of matrices inside layers.
         embedding: learning-rate multiple of embeddings and output projection.
         router_bias_rate: step of the routers' selection bias after each update; 0 leaves it.
@@ -76,6 +79,7 @@ class OptimizerConfig(NamedTuple):
     algorithm: Algorithm = "adamw"
     embedding: float = 1.0
     router_bias_rate: float = 0.0
+    batch_invariant: bool = False
 
 
 class NonFiniteLossError(Exception):
@@ -101,7 +105,8 @@ class Trainer:
         ranks: the processes that train together.
 
     Raises:
-        UserError: losses or trainable set that the model has no parts for.
+        UserError: losses or trainable set that the model has no parts for, or a batch-invariant
+            forward of what has none.
     """
 
     def __init__(
@@ -124,7 +129,10 @@ class Trainer:
         self._others = OtherPolicies()
         model.train()
         freeze(model, trainable)
-        self._pass = Pass(model, losses, bfloat16=config.bfloat16)
+        self._invariant: BatchInvariant | None = None
+        if config.batch_invariant:
+            self._invariant = BatchInvariant(model, bfloat16=config.bfloat16, ranks=ranks.size)
+        self._pass = Pass(model, losses, bfloat16=config.bfloat16, invariant=self._invariant)
         if ranks.size > 1:
             shard(self._pass, list(model.layers), ranks, keep_whole=trainable == "indexer")
         # Sharded weights are gathered anew for every pass; copies of them would go stale.
@@ -396,6 +404,8 @@ class Trainer:
 
     def _weights_in_place(self) -> AbstractContextManager[None]:
         """Whatever stands in for the weights during forward and backward passes."""
+        if self._invariant is not None:
+            self._invariant.repack()
         return nullcontext() if self._half is None else self._half.swapped_in()
 
     def _terms(
