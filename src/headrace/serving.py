@@ -14,6 +14,7 @@ from typing import Any
 from rich.console import Console
 from rich.markup import escape
 
+from headrace.engine import constrained
 from headrace.engine.http_engine import HttpEngine
 from headrace.errors import UserError
 from headrace.gateway.gateway import Gateway
@@ -149,6 +150,7 @@ async def _serve(
                 default_max_tokens=_DEFAULT_ANSWER,
                 on_close=several.release if several else None,
                 replicas=several.replicas if several else None,
+                constrained=options.engine == "embedded" and constrained.installed(),
             )
             # The port comes first: when it is taken, nobody waits for weights to load.
             server = await GatewayServer.start(gateway, host=host, port=port, admin_key=admin_key)

@@ -13,6 +13,7 @@ import msgspec
 
 from headrace.cluster.local import LocalCluster, available_cores
 from headrace.cluster.types import Cluster
+from headrace.engine import constrained
 from headrace.engine.types import PolicyEngine
 from headrace.engines import NamedModel, Placement, open_models, open_policy
 from headrace.errors import UserError
@@ -238,6 +239,7 @@ async def _serve(
         request_timeout_s=recipe.rollout.timeout_s,
         default_max_tokens=recipe.rollout.max_tokens,
         max_running=most_requests(recipe),
+        constrained=constrained.installed(),
         **_gateway_options(recipe.gateway, renderer),
     )
     server = await GatewayServer.start(

@@ -8,6 +8,7 @@ import pytest
 
 from headrace.engine.config import UpdatePolicy
 from headrace.engine.types import (
+    Alternatives,
     EngineError,
     GenerationRequest,
     GenerationResult,
@@ -51,6 +52,7 @@ class FakeEngine:
         self.loads: list[tuple[str, int, str]] = []
         self.refuses: EngineError | UserError | None = None
         self.dies_after: int | None = None
+        self.tells_alternatives = True
         self.held = asyncio.Event()
         self.held.set()
         self.silent = False
@@ -86,18 +88,49 @@ class FakeEngine:
                     return self._result(request, ids, FinishReason.ABORTED)
                 ids.append(token(first + len(ids)))
                 self.sampled += 1
+                ended = f"t{ids[-1]}" if f"t{ids[-1]}" in request.sampling.stop else None
                 if on_progress is not None:
-                    on_progress(Progress(request.id, (ids[-1],), (-1.0,), (-2.0,), self.version))
+                    others = self._others(request, ids[-1:]) if self.tells_alternatives else ()
+                    on_progress(
+                        Progress(
+                            request.id,
+                            (ids[-1],),
+                            (-1.0,),
+                            (-2.0,),
+                            self.version,
+                            alternatives=others,
+                            stop=ended,
+                        )
+                    )
+                if ended is not None:
+                    if self.dies_after == len(ids):
+                        raise EngineError(EngineError.CLOSED, f"{self.name} died")
+                    return self._result(request, ids, FinishReason.STOP, ended)
             return self._result(request, ids, FinishReason.LENGTH)
         finally:
             self.running -= 1
 
     def _result(
-        self, request: GenerationRequest, ids: list[int], reason: FinishReason
+        self,
+        request: GenerationRequest,
+        ids: list[int],
+        reason: FinishReason,
+        stop: str | None = None,
     ) -> GenerationResult:
         n = len(ids)
         spans = (Span(tuple(ids), (-1.0,) * n, self.version, self.name),) if n else ()
-        return GenerationResult(request.id, spans, reason, raw_logprobs=(-2.0,) * n)
+        return GenerationResult(
+            request.id,
+            spans,
+            reason,
+            raw_logprobs=(-2.0,) * n,
+            alternatives=self._others(request, ids),
+            stop=stop,
+        )
+
+    @staticmethod
+    def _others(request: GenerationRequest, ids: list[int]) -> tuple[Alternatives, ...]:
+        return tuple(((i, -2.0),) for i in ids) if request.sampling.logprobs else ()
 
     async def abort(self, request_id: str) -> None:
         self.aborted.add(request_id)
@@ -215,22 +248,47 @@ async def test_a_dead_replica_costs_no_token(pool: Pool) -> None:
     assert pool.router.counters[f"fault.{Fault.DIED}"] == 1
 
 
-@pytest.mark.parametrize(
-    ("sampling", "reason"),
-    [({"logprobs": 2}, "alternatives_lost"), ({"stop": ("x",)}, "stop_strings")],
-)
-async def test_what_cannot_be_resumed_exactly_is_dropped_and_counted(
-    pool: Pool, sampling: dict[str, Any], reason: str
-) -> None:
+async def test_alternatives_and_stop_texts_outlive_a_replica(pool: Pool) -> None:
     pool.add("a", "b")
     await pool.router.ready(2)
     home = await pool.home("s")
     home.dies_after = 4
+    result = await pool.router.generate(request("r", logprobs=1, stop=(f"t{WHOLE[4]}",)))
+    assert ids(result) == WHOLE[:5]
+    assert result.alternatives == tuple(((i, -2.0),) for i in WHOLE[:5])
+    assert (result.finish_reason, result.stop) == (FinishReason.STOP, f"t{WHOLE[4]}")
+    assert [len(span.ids) for span in result.spans] == [4, 1]
+    assert pool.router.counters["resumed_tokens"] == 4
+
+
+@pytest.mark.parametrize("tokens", [6, 4])
+async def test_a_stop_text_that_was_told_ends_the_request_without_another_replica(
+    pool: Pool, tokens: int
+) -> None:
+    """Also where it is the last token that may be sampled."""
+    pool.add("a", "b")
+    await pool.router.ready(2)
+    home = await pool.home("s")
+    home.dies_after = 4
+    stop = f"t{WHOLE[3]}"
+    result = await pool.router.generate(request("r", tokens=tokens, stop=(stop,)))
+    assert ids(result) == WHOLE[:4]
+    assert (result.finish_reason, result.stop) == (FinishReason.STOP, stop)
+    other = pool.engines["b" if home.name == "a" else "a"]
+    assert not any(asked.id == "r" for asked in other.requests)
+
+
+async def test_what_cannot_be_resumed_exactly_is_dropped_and_counted(pool: Pool) -> None:
+    pool.add("a", "b")
+    await pool.router.ready(2)
+    home = await pool.home("s")
+    home.dies_after, home.tells_alternatives = 4, False
     told: list[Progress] = []
-    result = await pool.router.generate(request("r", **sampling), told.append)
+    result = await pool.router.generate(request("r", logprobs=1), told.append)
     assert ids(result) == WHOLE
     assert len(result.spans) == 1
-    assert pool.router.counters[f"dropped_tokens.{reason}"] == 4
+    assert len(result.alternatives) == 6
+    assert pool.router.counters["dropped_tokens.alternatives_lost"] == 4
     restarts = [i for i, progress in enumerate(told) if progress.restart]
     assert len(restarts) == 1
     assert [i for progress in told[restarts[0] :] for i in progress.ids] == WHOLE

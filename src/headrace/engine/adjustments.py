@@ -1,7 +1,9 @@
-"""What changes single logits of a batch before the temperature: bias, penalties, held stop ids.
+"""What changes single logits of a batch before the temperature: bias, penalties, held stop ids,
+and what a grammar does not allow.
 
 All rows' changes lie in flat arrays with one entry per (row, id), so that a step gathers, changes
-and scatters a few numbers and never needs a second [n, V]. `SamplingParams` states the formulas.
+and scatters a few numbers and never needs a second [n, V]. Grammars alone, which rule out most ids,
+come as rows. `SamplingParams` states the formulas.
 """
 
 from collections.abc import Sequence
@@ -62,6 +64,30 @@ class HeldStops(NamedTuple):
         held = (drawn[self.rows] < self.until) & (self.ids < scores.shape[-1])
         if held.any():
             scores[torch.from_numpy(self.rows[held]), torch.from_numpy(self.ids[held])] = -torch.inf
+
+
+class Allowed(NamedTuple):
+    """What m rows with a grammar may draw in one step.
+
+    Attributes:
+        rows: [m] int64.
+        mask: [m, V] bool.
+    """
+
+    rows: Tensor
+    mask: Tensor
+
+    @staticmethod
+    def of(masks: Sequence[npt.NDArray[np.bool_] | None]) -> "Allowed | None":
+        """Of one mask [V] for each row of a batch, None where anything is allowed."""
+        rows = [i for i, mask in enumerate(masks) if mask is not None]
+        if not rows:
+            return None
+        stacked = np.stack([mask for mask in masks if mask is not None])
+        return Allowed(torch.tensor(rows), torch.from_numpy(stacked))
+
+    def apply(self, scores: Tensor) -> None:
+        scores[self.rows] = scores[self.rows].masked_fill(~self.mask, -torch.inf)
 
 
 class Penalties:

@@ -4,12 +4,14 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from headrace.engine.stops import stop_problems
-from headrace.engine.types import EngineError, GenerationRequest
+from headrace.engine.types import EngineError, GenerationRequest, SamplingParams
 
 MAX_ALTERNATIVES = 20
 """Most alternatives reported for one token, as in the OpenAI API."""
 MAX_BIAS = 100
 """Largest change of one logit, as in the OpenAI API."""
+MAX_GRAMMAR_BYTES = 64 * 1024
+"""Longest grammar of a request."""
 LEAST_TEMPERATURE = 1e-6
 """The smallest that is not 0, which is greedy."""
 
@@ -88,6 +90,7 @@ def _problems(request: GenerationRequest, vocab: int) -> Iterator[str]:
     if sampling.min_tokens > 0 and len({i for i in sampling.stop_ids if i < vocab}) == vocab:
         yield "min_tokens leaves nothing to sample: stop_ids holds the whole vocabulary"
     yield from stop_problems(sampling.stop)
+    yield from _grammar_problems(sampling, vocab)
     if not 0 <= sampling.logprobs <= MAX_ALTERNATIVES:
         yield f"logprobs is {sampling.logprobs}; it must lie in 0 to {MAX_ALTERNATIVES}"
     if not 0 <= (sampling.prompt_logprobs or 0) <= MAX_ALTERNATIVES:
@@ -95,3 +98,21 @@ def _problems(request: GenerationRequest, vocab: int) -> Iterator[str]:
             f"prompt_logprobs is {sampling.prompt_logprobs}; it must be None or lie in 0 to "
             f"{MAX_ALTERNATIVES}"
         )
+
+
+def _grammar_problems(sampling: SamplingParams, vocab: int) -> Iterator[str]:
+    try:
+        size = len(sampling.grammar.encode())
+    except UnicodeEncodeError:
+        yield "grammar is no Unicode text (it holds a lone surrogate)"
+        return
+    if size > MAX_GRAMMAR_BYTES:
+        yield f"grammar has {size} bytes; at most {MAX_GRAMMAR_BYTES} are allowed"
+    if sampling.grammar and sampling.min_tokens:
+        yield (
+            f"min_tokens is {sampling.min_tokens}; it must be 0 with a grammar, which says when an "
+            "output may end"
+        )
+    after = sampling.grammar_after
+    if after is not None and not 0 <= after < vocab:
+        yield f"grammar_after is {after}, which is outside the vocabulary of {vocab}"

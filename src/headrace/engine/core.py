@@ -16,7 +16,7 @@ changed nothing, and one that fails halfway ends the engine.
 import heapq
 import secrets
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import nullcontext
 from itertools import islice
 
@@ -29,6 +29,7 @@ from headrace.engine.blocks import BlockPool
 from headrace.engine.checks import check
 from headrace.engine.compiled import CompiledStep, StepBuffers
 from headrace.engine.config import EngineConfig, EngineStats, UpdatePolicy
+from headrace.engine.constrained import Grammars
 from headrace.engine.drafting import Computed, Drafter
 from headrace.engine.draws import Draws
 from headrace.engine.grouped_cache import GroupedCache
@@ -67,8 +68,9 @@ class EngineCore:
         config: sizes; max_context must not exceed the model's positions.
         version: stamp of the weights in `model`.
         clock: monotonic seconds, for deadlines and timings.
-        pieces: bytes that each token id spells, which stop texts need; or what gives them, called
-            when the first request brings some.
+        pieces: bytes that each token id spells, which stop texts and grammars need; or what gives
+            them, called when the first request brings some.
+        tags: ids among them that are no text, likewise.
 
     Raises:
         ValueError: max_context is longer than the model's positions.
@@ -82,6 +84,7 @@ class EngineCore:
         version: int = 0,
         clock: Callable[[], float] = time.monotonic,
         pieces: Pieces | None = None,
+        tags: Collection[int] | Callable[[], Collection[int]] = (),
     ) -> None:
         shape = model.config
         if config.max_context > shape.max_positions:
@@ -95,6 +98,7 @@ class EngineCore:
         self._clock = clock
         self._stops = StopTexts(pieces)
         self._vocab = shape.vocab_size
+        self._grammars = Grammars(pieces, tags, self._vocab)
         heads = None if self._products is None else self._products.heads
         self._cache = _new_cache(model, config, heads)
         self._drafter: Drafter | None = None
@@ -186,6 +190,7 @@ class EngineCore:
         if request.id in self._open:
             raise EngineError(EngineError.INVALID, f"id {request.id!r} is in use")
         stops = self._stops.matcher(request.sampling.stop)
+        grammar = self._grammars.state(request.sampling)
         seed = request.sampling.seed
         if seed is None:
             seed = int(self._seeds.integers(1 << 63))
@@ -202,7 +207,7 @@ class EngineCore:
             takes_over=request.sampling.prompt_logprobs is None,
         )
         self._scheduler.add(sequence)
-        live = Live(request, sequence, seed=seed, stops=stops)
+        live = Live(request, sequence, seed=seed, stops=stops, grammar=grammar)
         self._open[request.id] = live
         heapq.heappush(self._deadlines, (sequence.deadline, request.id))
 
@@ -349,17 +354,15 @@ class EngineCore:
         self._told.append(live.result(self.config.engine_id, reason, self._clock()))
 
     def _fail(self, live: Live) -> None:
-        """End a request whose logits are not finite; what it wrote must never be reused."""
-        self._poisoned = True
+        """End a request that cannot go on. If that is because its logits are not finite, what it
+        wrote must never be reused."""
+        problem = "no token of the model goes on with its grammar"
+        if not live.is_stuck():
+            self._poisoned = True
+            problem = f"logits are not finite under weight version {self.version}"
         self._end(live)
         self._stats.requests_failed += 1
-        self._told.append(
-            GenerationFailure(
-                live.request.id,
-                EngineError.FAILED,
-                f"logits are not finite under weight version {self.version}",
-            )
-        )
+        self._told.append(GenerationFailure(live.request.id, EngineError.FAILED, problem))
 
     # -- computing ------------------------------------------------------------------------------
 
@@ -465,7 +468,7 @@ class EngineCore:
                 drafts = live.sequence.drafts
                 drawn = list(islice(rows, 1 + len(drafts)))
                 drawn = drawn[: 1 + matching_prefix([row.id for row in drawn], drafts)]
-                if any(row.logprob != row.logprob for row in drawn):
+                if live.is_stuck(len(drawn)) or any(row.logprob != row.logprob for row in drawn):
                     done.append((live, None))
                     continue
                 taken, reason = live.take(drawn, len(drafts))

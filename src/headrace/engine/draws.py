@@ -8,6 +8,8 @@ from collections.abc import Iterator
 
 from torch import Tensor
 
+from headrace.engine.adjustments import Allowed
+from headrace.engine.constrained import Mask
 from headrace.engine.live import Live, Row
 from headrace.engine.sampling import SamplingBatch
 
@@ -44,10 +46,20 @@ class Draws:
             if self._lives != lives:
                 self._lives, self._batch = lives, _batch_of([(live, []) for live in lives])
             batch = self._batch
-        draw = batch.sample(logits)
+        draw = batch.sample(logits, _allowed(lives))
         alternatives = draw.alternatives or [()] * len(logits)
         rows = (draw.ids.tolist(), draw.logprobs.tolist(), draw.raw_logprobs.tolist(), alternatives)
         return map(Row._make, zip(*rows, strict=True))
+
+
+def _allowed(lives: list[Live]) -> Allowed | None:
+    """What rows of requests with a grammar may draw."""
+    if all(live.grammar is None for live in lives):
+        return None
+    masks: list[Mask | None] = []
+    for live in lives:
+        masks += live.masks() or [None] * (1 + len(live.sequence.drafts))
+    return Allowed.of(masks)
 
 
 def _batch_of(rows: list[tuple[Live, list[int]]]) -> SamplingBatch:

@@ -4,6 +4,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from headrace.engine.constrained import GrammarState, Mask
 from headrace.engine.sampling import score_tokens
 from headrace.engine.sequence import Sequence
 from headrace.engine.stops import StopMatcher
@@ -33,6 +34,7 @@ class Live:
         sequence: its tokens and blocks, as the scheduler knows them.
         seed: of its draws.
         stops: searches its output for its stop texts; None if it has none.
+        grammar: says what may come next; None if anything may.
     """
 
     __slots__ = (
@@ -40,6 +42,7 @@ class Live:
         "alternatives",
         "depth",
         "drafted",
+        "grammar",
         "ids",
         "logprobs",
         "marks",
@@ -62,12 +65,14 @@ class Live:
         *,
         seed: int,
         stops: StopMatcher | None = None,
+        grammar: GrammarState | None = None,
     ) -> None:
         self.request = request
         self.sequence = sequence
         self.seed = seed
         self.stop_ids = frozenset(request.sampling.stop_ids)
         self.stops = stops
+        self.grammar = grammar
         # The text that ended the output.
         self.stop: str | None = None
         self.started: float | None = None
@@ -85,10 +90,12 @@ class Live:
         self._prime()
 
     def _prime(self) -> None:
-        """Let stop texts begin in output that another engine sampled."""
-        if self.stops is not None:
-            for token in self.resumed_ids:
+        """Let stop texts and the grammar begin in output that another engine sampled."""
+        for token in self.resumed_ids:
+            if self.stops is not None:
                 self.stops.feed(token)
+            if self.grammar is not None:
+                self.grammar.feed(token)
 
     @property
     def resumed_ids(self) -> tuple[int, ...]:
@@ -113,6 +120,10 @@ class Live:
             return self.ids
         return [*self.resumed_ids, *self.ids, *drafts]
 
+    def masks(self) -> list[Mask] | None:
+        """What may come next, and behind each of the sequence's drafts; None: anything."""
+        return None if self.grammar is None else self.grammar.masks(self.sequence.drafts)
+
     def take(self, drawn: list[Row], drafted: int) -> tuple[int, FinishReason | None]:
         """Sampled tokens, of which all but the last were drafted; `drafted` counts all drafts.
 
@@ -132,7 +143,9 @@ class Live:
                 completed = self.stops.feed(row.id)
                 if self.drawn >= self.request.sampling.min_tokens:
                     self.stop = completed
-            if row.id in self.stop_ids or self.stop is not None:
+            if self.grammar is not None:
+                self.grammar.feed(row.id)
+            if row.id in self.stop_ids or self.stop is not None or self._complete:
                 reason = FinishReason.STOP
             elif len(self.ids) >= self.sequence.limit:
                 reason = FinishReason.LENGTH
@@ -143,6 +156,16 @@ class Live:
             self.depth = len(drawn)
         return taken, reason
 
+    def is_stuck(self, drawn: int | None = None) -> bool:
+        """Whether the grammar left nothing to draw in one of the first `drawn` rows, or in any."""
+        stuck = None if self.grammar is None else self.grammar.stuck
+        return stuck is not None and (drawn is None or stuck < drawn)
+
+    @property
+    def _complete(self) -> bool:
+        """Whether the grammar has come to its end and there is no stop id to say so."""
+        return self.grammar is not None and not self.stop_ids and self.grammar.complete
+
     def progress(self, taken: int, version: int) -> Progress:
         """The last `taken` tokens, all of `version`, for who watches."""
         first = len(self.ids) - taken
@@ -152,6 +175,8 @@ class Live:
             tuple(self.logprobs[first:]),
             tuple(self.raw_logprobs[first:]),
             version,
+            alternatives=tuple(self.alternatives[first:]),
+            stop=self.stop,
         )
 
     def draft_depth(self, most: int) -> int:
@@ -192,7 +217,9 @@ class Live:
         self.drafted = self.accepted = 0
         if self.stops is not None:
             self.stops.restart()
-            self._prime()
+        if self.grammar is not None:
+            self.grammar.restart()
+        self._prime()
 
     def stamp(self, version: int) -> None:
         """Tokens from here on come from `version`."""

@@ -119,6 +119,9 @@ class HeadraceEngine(HttpEngine):
     ) -> Answer:
         sampling = msgspec.to_builtins(request.sampling)
         sampling["logit_bias"] = {str(i): bias for i, bias in request.sampling.logit_bias.items()}
+        if not request.sampling.grammar:
+            # A server that knows no grammars takes all other requests.
+            del sampling["grammar"], sampling["grammar_after"]
         body = {
             "id": key,
             "prompt_ids": request.prompt_ids,

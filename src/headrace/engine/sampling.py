@@ -21,7 +21,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from headrace.engine.adjustments import HeldStops, LogitBias, Penalties
+from headrace.engine.adjustments import Allowed, HeldStops, LogitBias, Penalties
 from headrace.engine.seeds import SEED_MASK, Lane, numbers, streams
 from headrace.engine.types import Alternatives, SamplingParams
 from headrace.ops import draw_tokens, token_logprobs
@@ -99,14 +99,15 @@ class SamplingBatch:
         self._alternatives = [p.logprobs for p in params]
         self._any_alternatives = any(self._alternatives)
 
-    def sample(self, logits: Tensor) -> Draw:
+    def sample(self, logits: Tensor, allowed: Allowed | None = None) -> Draw:
         """Draw one token per row, and `observe` it.
 
         Args:
             logits: [n, V], any float dtype; left as they are.
+            allowed: what rows with a grammar may draw this time.
         """
         raw = logits.detach().float()
-        scores = self._adjusted(raw)
+        scores = self._adjusted(raw, allowed)
         draws = numbers(self._streams, self._drawn)
         ids, logprobs, raw_logprobs = draw_tokens(
             scores, self._temperature, torch.from_numpy(draws)
@@ -146,9 +147,11 @@ class SamplingBatch:
         if self._penalties is not None:
             self._penalties.count(ids)
 
-    def _adjusted(self, raw: Tensor) -> Tensor:
-        """Logits after bias, penalties and held stops; `raw` itself if nothing changes them."""
-        if self._bias is None and self._penalties is None and self._held is None:
+    def _adjusted(self, raw: Tensor, allowed: Allowed | None = None) -> Tensor:
+        """Logits after bias, penalties, held stops and grammars; `raw` itself if nothing changes
+        them."""
+        changes = (self._bias, self._penalties, self._held, allowed)
+        if all(change is None for change in changes):
             return raw
         scores = raw.clone()
         if self._bias is not None:
@@ -157,6 +160,8 @@ class SamplingBatch:
             self._penalties.apply(scores)
         if self._held is not None:
             self._held.apply(scores, self._drawn)
+        if allowed is not None:
+            allowed.apply(scores)
         return scores
 
     def _divisor(self, rows: Tensor | slice) -> Tensor:

@@ -143,6 +143,8 @@ class SglangEngine(PausingEngine):
                     yield f"{name} needs its tokenizer; start it without --skip-tokenizer-init"
         if sampling.logprobs and not samples_raw(sampling):
             yield "logprobs (alternatives) are raw only at temperature 1, without penalties or bias"
+        if sampling.grammar:
+            yield "grammar is not supported by this adapter; leave it out"
         if request.priority:
             yield f"priority is {request.priority}; this adapter has no priorities for it"
 

@@ -25,7 +25,8 @@ class SamplingParams(msgspec.Struct, frozen=True):
            id of the prompt or output (Keskar et al., arXiv 1909.05858; as in transformers)
         3. z[i] -= frequency_penalty * c[i] + presence_penalty * (c[i] > 0), where c[i] counts id i
            in the output alone (as in the OpenAI API)
-        4. before min_tokens ids were sampled: z[i] = -inf for every stop id
+        4. before min_tokens ids were sampled: z[i] = -inf for every stop id; and for every id that
+           the grammar does not allow next
         5. z /= temperature
         6. top_k, then top_p of what top_k left, then min_p of what both left
         7. softmax, and the draw. Temperature 0 takes the largest z after step 4 instead.
@@ -66,6 +67,12 @@ class SamplingParams(msgspec.Struct, frozen=True):
         logprobs: how many alternatives to report for each sampled token, 0 to 20.
         prompt_logprobs: None reports nothing of the prompt; k in 0 to 20 its tokens' raw logprobs
             and k alternatives each. All prompt positions are then computed, none reused.
+        grammar: what the output has to spell, in llguidance's dialect of Lark, at most 64 KiB; ""
+            leaves it free. Tokens that are no text are written by number, `<[7]>`. Stop ids are
+            allowed where the grammar is satisfied; without any, sampling ends where nothing can
+            follow. An output that is cut (max_tokens) spells the beginning of something allowed.
+        grammar_after: the id behind which the grammar begins, e.g. the one that ends thinking;
+            until then all but stop ids are allowed. None begins at once.
     """
 
     max_tokens: int
@@ -83,6 +90,8 @@ class SamplingParams(msgspec.Struct, frozen=True):
     logprobs: int = 0
     prompt_logprobs: int | None = None
     stop: tuple[str, ...] = ()
+    grammar: str = ""
+    grammar_after: int | None = None
 
 
 class GenerationRequest(msgspec.Struct, frozen=True):
@@ -124,6 +133,8 @@ class Progress(msgspec.Struct, frozen=True):
         weight_version: of all of them.
         restart: forget what was told before: the request began again from its prompt, because of
             new weights or because its engine had to be replaced. `ids` may be empty then.
+        alternatives: one each where asked for; empty from engines that tell them at the end only.
+        stop: the text of `SamplingParams.stop` that the last id completed: nothing follows it.
 
     Raises:
         ValueError: parallel data of different lengths (law L5).
@@ -135,12 +146,19 @@ class Progress(msgspec.Struct, frozen=True):
     raw_logprobs: tuple[float, ...]
     weight_version: int
     restart: bool = False
+    alternatives: tuple[Alternatives, ...] = ()
+    stop: str | None = None
 
     def __post_init__(self) -> None:
-        if len(self.logprobs) != len(self.ids) or len(self.raw_logprobs) not in (0, len(self.ids)):
+        some = (0, len(self.ids))
+        if len(self.logprobs) != len(self.ids) or len(self.raw_logprobs) not in some:
             raise ValueError(
                 f"Progress: {len(self.ids)} ids but {len(self.logprobs)} logprobs and "
                 f"{len(self.raw_logprobs)} raw_logprobs"
+            )
+        if len(self.alternatives) not in some:
+            raise ValueError(
+                f"Progress: {len(self.ids)} ids but {len(self.alternatives)} alternatives"
             )
 
 

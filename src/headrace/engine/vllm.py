@@ -207,6 +207,8 @@ class VllmEngine(PausingEngine):
             )
         if sampling.stop and config.model_config.skip_tokenizer_init:
             yield "stop needs its tokenizer; start it without --skip-tokenizer-init"
+        if sampling.grammar:
+            yield "grammar is not supported by this adapter; leave it out"
         if request.priority and config.scheduler_config.policy != "priority":
             yield f"priority is {request.priority}; start it with --scheduling-policy priority"
 

@@ -61,6 +61,10 @@ class Sampling(_Body):
     stop: tuple[Annotated[str, Field(min_length=1, max_length=256)], ...] = Field(
         (), max_length=16, description="Texts of at most 256 bytes that end the output."
     )
+    grammar: str = Field(
+        "", max_length=65536, description="What the output has to spell, as llguidance's Lark."
+    )
+    grammar_after: TokenId | None = Field(None, description="The id behind which that begins.")
 
     def params(self) -> SamplingParams:
         """The engine's type of the same."""

@@ -35,7 +35,7 @@ from headrace.model.checkpoint import load_checkpoint
 from headrace.model.shared_folder import is_published
 from headrace.model.shared_weights import load_shared
 from headrace.rollout.types import FinishReason
-from headrace.tokens.pieces import token_pieces
+from headrace.tokens.pieces import tag_ids, token_pieces
 
 _IDLE_POLL_S = 1.0
 _CALLER_WAIT_S = 60.0
@@ -76,8 +76,8 @@ class EngineWorker:
         version: stamp of those weights.
         config: EngineConfig as dict.
         threads: compute threads of this process.
-        tokenizer: directory of the tokenizer, read when the first request has stop texts; empty
-            is `checkpoint`.
+        tokenizer: directory of the tokenizer, read when the first request has stop texts or a
+            grammar; empty is `checkpoint`.
         core: a ready core instead of a checkpoint, for use inside one process.
     """
 
@@ -131,8 +131,13 @@ class EngineWorker:
             ops.prepare("cpu")
             load = load_shared if is_published(self._checkpoint) else load_checkpoint
             model = load(self._checkpoint, dtype=getattr(torch, self._config.dtype))
-            pieces = partial(token_pieces, self._tokenizer)
-            return EngineCore(model, self._config, version=self._version, pieces=pieces)
+            return EngineCore(
+                model,
+                self._config,
+                version=self._version,
+                pieces=partial(token_pieces, self._tokenizer),
+                tags=partial(tag_ids, self._tokenizer),
+            )
         except (UserError, ValueError) as error:
             request = self._connection.poll(_CALLER_WAIT_S)
             while request is not None:

@@ -22,6 +22,7 @@ from headrace.engine.types import (
     SamplingParams,
 )
 from headrace.gateway import openai_chat
+from headrace.gateway.constraints import grammar_of
 from headrace.gateway.context import Change
 from headrace.gateway.echo import require_scores, scored_answer
 from headrace.gateway.history import ForkReason, Node, tools_key
@@ -198,7 +199,10 @@ class Answering:
                 request.generation(request_id, ids, params, timeout_s), stream
             )
 
-        if request.budget is not None:
+        # A form that begins at once leaves no room for thinking.
+        if request.budget is not None and (
+            not sampling.grammar or sampling.grammar_after is not None
+        ):
             first = msgspec.structs.replace(
                 sampling,
                 max_tokens=max(1, min(request.budget, sampling.max_tokens)),
@@ -219,7 +223,7 @@ class Answering:
             if stream is not None:
                 stream.feed(delta)
             sampling = msgspec.structs.replace(
-                sampling, max_tokens=left, seed=next_seed(sampling.seed)
+                sampling, max_tokens=left, seed=next_seed(sampling.seed), grammar_after=None
             )
         repairs = 0
         while True:
@@ -234,7 +238,10 @@ class Answering:
             repairs += 1
             self.counters["repaired"] += 1
             attempt = attempt.anew(node, result, told)
-            sampling = msgspec.structs.replace(sampling, seed=next_seed(sampling.seed))
+            grammar, after = grammar_of(request, attempt.prompt.ids)
+            sampling = msgspec.structs.replace(
+                sampling, seed=next_seed(sampling.seed), grammar=grammar, grammar_after=after
+            )
 
     def _finish(
         self,

@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 
+from headrace.gateway.constraints import ANY_TOOL, constraint
 from headrace.gateway.transcript import Conversation, Dialect
 from headrace.gateway.turn import (
     Answer,
@@ -67,8 +68,13 @@ def read(
     if request.max_tokens is None and not counting:
         raise invalid("max_tokens is missing; send at least 1", param="max_tokens")
     choice = (request.tool_choice or {}).get("type", "auto")
-    if choice not in ("auto", "none"):
-        raise unsupported("tool_choice.type", choice, "send 'auto' or 'none'")
+    if choice not in ("auto", "none", "any", "tool"):
+        raise unsupported("tool_choice.type", choice, "send 'auto', 'any', 'tool' or 'none'")
+    tool = ANY_TOOL if choice == "any" else None
+    if choice == "tool":
+        tool = (request.tool_choice or {}).get("name")
+        if not isinstance(tool, str) or not tool:
+            raise invalid("tool_choice.name is missing; send a tool's name", param="tool_choice")
     if (request.tool_choice or {}).get("disable_parallel_tool_use"):
         raise unsupported("tool_choice.disable_parallel_tool_use", True, "leave it out")
     thinking = (request.thinking or {}).get("type")
@@ -91,6 +97,7 @@ def read(
         model=request.model,
         thinking=None if thinking is None else thinking != "disabled",
         thinking_budget=budget,
+        constraint=constraint(None, tool, "tool_choice"),
     )
 
 

@@ -16,6 +16,7 @@ from headrace.engine.types import (
 )
 from headrace.gateway import openai_chat
 from headrace.gateway.answering import Answering, AnswerOptions
+from headrace.gateway.constraints import check as check_constraint
 from headrace.gateway.context import ContextManager, ContextPolicy
 from headrace.gateway.flights import Flights, repeated
 from headrace.gateway.prompts import Mode, render, renderer_for, thinking_budget
@@ -83,6 +84,7 @@ class Gateway:
         models: Mapping[str, tuple[EngineClient, ChatRenderer]] | None = None,
         on_close: Callable[[str], None] | None = None,
         replicas: Callable[[], Sequence[Mapping[str, Any]]] | None = None,
+        constrained: bool = False,
     ) -> None:
         """
         Args:
@@ -109,6 +111,8 @@ class Gateway:
                 thinking modes, repairs and context management are for that one alone.
             on_close: told the id of every session that has ended.
             replicas: says what each replica of the engine is doing, where there are several.
+            constrained: the engine follows grammars: forced tool calls and JSON schemas are kept.
+                Else they are refused.
 
         Raises:
             ValueError: a further model has the name of the one that learns.
@@ -131,6 +135,7 @@ class Gateway:
         self.models = (model, *self._others)
         self._on_close = on_close
         self._replicas = replicas
+        self._constrained = constrained
         self._flights = Flights(max_running)
         self._max_running_per_session = max_running_per_session
         self._require_key = require_key
@@ -386,6 +391,8 @@ class Gateway:
     ) -> tuple[asyncio.Task[list[Answer]], bool]:
         """The task that answers, and whether it is this request's own."""
         served = self._served(turn.model)
+        renderer = self._renderer_for(served, turn)
+        check_constraint(turn, renderer, followed=self._constrained)
         session = session.of(served.name)
         known, fingerprint = repeated(session, turn, idempotency_key)
         if known is not None:
@@ -395,7 +402,7 @@ class Gateway:
         request = ClientRequest(
             session,
             turn,
-            self._renderer_for(served, turn),
+            renderer,
             thinking_budget(served.renderer, turn),
             idempotency_key,
             session.next_serial(),

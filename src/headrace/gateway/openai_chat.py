@@ -11,7 +11,8 @@ from typing import Any
 
 import msgspec
 
-from headrace.gateway.openai_fields import SampledRequest, calls_allowed
+from headrace.gateway.constraints import constraint, of_format, of_tool_choice
+from headrace.gateway.openai_fields import SampledRequest
 from headrace.gateway.transcript import Conversation
 from headrace.gateway.turn import (
     Answer,
@@ -24,7 +25,6 @@ from headrace.gateway.turn import (
     Usage,
     new_turn,
     total_usage,
-    unsupported,
 )
 
 
@@ -57,12 +57,11 @@ def read(request: ChatRequest, conversation: Conversation | None = None) -> Turn
     Raises:
         ApiError: 400, naming the parameter, its value and what to send instead.
     """
-    if request.response_format and request.response_format.get("type") != "text":
-        raise unsupported(
-            "response_format",
-            request.response_format.get("type"),
-            "the server does not constrain sampling; describe the format in a message instead",
-        )
+    form = constraint(
+        of_format(request.response_format, "response_format"),
+        of_tool_choice(request.tool_choice),
+        "response_format",
+    )
     limit = request.max_completion_tokens
     wish = request.wish(
         max_tokens=request.max_tokens if limit is None else limit,
@@ -76,10 +75,11 @@ def read(request: ChatRequest, conversation: Conversation | None = None) -> Turn
         tools=request.tools or (),
         n=request.answers,
         wish=wish,
-        calls_allowed=calls_allowed(request.tool_choice),
+        calls_allowed=request.tool_choice != "none",
         model=request.model,
         thinking=thinking if isinstance(thinking, bool) else None,
         thinking_budget=budget if type(budget) is int else None,
+        constraint=form,
     )
 
 

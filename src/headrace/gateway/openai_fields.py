@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from headrace.gateway.turn import Wish, unsupported
+from headrace.gateway.turn import Wish
 
 
 class StreamOptions(msgspec.Struct, frozen=True):
@@ -66,14 +66,3 @@ class SampledRequest(msgspec.Struct, frozen=True, kw_only=True):
             "logit_bias": self.logit_bias,
         }
         return Wish.of(**shared | own)
-
-
-def calls_allowed(tool_choice: str | dict[str, Any] | None) -> bool:
-    """Whether the model may call tools.
-
-    Raises:
-        ApiError: 400, it would have to.
-    """
-    if tool_choice not in (None, "auto", "none"):
-        raise unsupported("tool_choice", tool_choice, "send 'auto' or 'none'")
-    return tool_choice != "none"

@@ -9,8 +9,8 @@ from typing import Any
 
 import msgspec
 
+from headrace.gateway.constraints import constraint, of_format, of_tool_choice
 from headrace.gateway.openai_chat import error_body
-from headrace.gateway.openai_fields import calls_allowed
 from headrace.gateway.openai_items import Recall, item_id, read_items
 from headrace.gateway.transcript import Conversation
 from headrace.gateway.turn import (
@@ -75,9 +75,11 @@ def read(
     """
     if request.background:
         raise unsupported("background", True, "leave it out and wait for the answer")
-    kind = ((request.text or {}).get("format") or {}).get("type", "text")
-    if kind != "text":
-        raise unsupported("text.format.type", kind, "describe the format in the input instead")
+    form = constraint(
+        of_format((request.text or {}).get("format"), "text.format"),
+        of_tool_choice(request.tool_choice),
+        "text.format",
+    )
     scored = "message.output_text.logprobs" in (request.include or ())
     wish = Wish.of(
         max_tokens=request.max_output_tokens,
@@ -101,9 +103,10 @@ def read(
         messages=None if conversation is None else conversation.messages,
         tools=[_tool(tool, i) for i, tool in enumerate(request.tools or ())],
         wish=wish,
-        calls_allowed=calls_allowed(request.tool_choice),
+        calls_allowed=request.tool_choice != "none",
         model=request.model,
         thinking=None if effort is None else effort != "none",
+        constraint=form,
     )
 
 

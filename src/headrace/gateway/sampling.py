@@ -4,6 +4,7 @@ import msgspec
 
 from headrace.engine.seeds import derive_seed
 from headrace.engine.types import SamplingParams
+from headrace.gateway.constraints import grammar_of
 from headrace.gateway.request import ClientRequest, Prompt
 from headrace.gateway.turn import invalid
 
@@ -43,6 +44,7 @@ def sampling_of(
     seed = wish.seed
     if seed is None and session.seed is not None:
         seed = derive_seed(session.seed, request.ordinal)
+    grammar, after = grammar_of(request, prompt.ids)
     return SamplingParams(
         max_tokens=min(wish.max_tokens or default_max_tokens, room),
         temperature=wish.temperature,
@@ -58,6 +60,8 @@ def sampling_of(
         stop=wish.stop,
         logprobs=wish.logprobs or 0,
         prompt_logprobs=wish.logprobs if wish.echo else None,
+        grammar=grammar,
+        grammar_after=after,
     )
 
 

@@ -84,6 +84,20 @@ class Wish(msgspec.Struct, frozen=True, kw_only=True):
         return cls(**{name: value for name, value in asked.items() if value is not None})
 
 
+class Constraint(msgspec.Struct, frozen=True, kw_only=True):
+    """A form that an answer has to have.
+
+    Attributes:
+        schema: JSON schema of its text; None leaves the text free.
+        tool: the tool to be called, "" for any; None forces no call.
+        param: where the client asked for it, for messages.
+    """
+
+    schema: dict[str, Any] | None = None
+    tool: str | None = None
+    param: str
+
+
 class Turn(msgspec.Struct, frozen=True, kw_only=True):
     """One checked request.
 
@@ -98,6 +112,7 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True):
         model: as named by the client.
         thinking: whether to think; None leaves it to the server.
         thinking_budget: most tokens of thinking; None for no limit.
+        constraint: the form that the answer has to have, or None.
 
     Raises:
         ApiError: 400, naming the parameter, its value and what to send instead.
@@ -113,6 +128,7 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True):
     model: str = ""
     thinking: bool | None = None
     thinking_budget: int | None = None
+    constraint: Constraint | None = None
 
     def __post_init__(self) -> None:
         for problem, param in _problems(self):
@@ -165,6 +181,7 @@ def new_turn(
     model: str = "",
     thinking: bool | None = None,
     thinking_budget: int | None = None,
+    constraint: Constraint | None = None,
 ) -> Turn:
     """A turn of a conversation.
 
@@ -190,6 +207,7 @@ def new_turn(
         model=model,
         thinking=thinking,
         thinking_budget=thinking_budget,
+        constraint=constraint,
     )
 
 

@@ -1,20 +1,24 @@
 """A request that several engines work on, one after the other: what is known of its output so far.
 
-An engine that streams tells each token once, with its logprob and weight version. When it dies, the
-next one can go on behind these: they stand at the end of its prompt, and it is told how many, so
-that draws, penalties and stop strings count on. Where that would not be exact, they are dropped and
-counted, and the request begins again. Pure bookkeeping, no waiting.
+An engine that streams tells each token once, with its logprob, its weight version, its alternatives
+where asked for, and the stop text that it completed. When it dies, the next one can go on behind
+these: they stand at the end of its prompt, and it is told how many, so that draws, penalties and
+stop texts count on. Where that would not be exact, they are dropped and counted, and the request
+begins again. Pure bookkeeping, no waiting.
 """
 
 import itertools
 import secrets
 from collections import Counter
 from collections.abc import Callable
+from typing import TypeVar
 
 import msgspec
 
 from headrace.engine.types import GenerationRequest, GenerationResult, Progress
 from headrace.rollout.types import FinishReason, Span
+
+_T = TypeVar("_T")
 
 
 class Received:
@@ -98,11 +102,11 @@ class Received:
         if not count:
             return Counter()
         reason = None
-        if self._sampling.logprobs:
+        if self._sampling.logprobs and any(
+            len(progress.alternatives) != len(progress.ids) for _, progress in told
+        ):
+            # That engine tells them at the end only.
             reason = "alternatives_lost"
-        elif self._sampling.stop:
-            # The string may be complete already, which only the engine that is gone knew.
-            reason = "stop_strings"
         elif told[-1][1].weight_version > newest:
             # Versions within one output only ever rise.
             reason = "older_weights"
@@ -119,7 +123,7 @@ class Received:
     def end(self, *, aborted: bool, expired: bool) -> FinishReason | None:
         """Why no further engine is needed, if none is."""
         kept = self._ids(self._kept)
-        if kept and kept[-1] in self._sampling.stop_ids:
+        if kept and (kept[-1] in self._sampling.stop_ids or self._stop is not None):
             return FinishReason.STOP
         if len(kept) >= self._sampling.max_tokens:
             return FinishReason.LENGTH
@@ -127,32 +131,43 @@ class Received:
             return FinishReason.ABORTED
         return FinishReason.DEADLINE if expired else None
 
+    @property
+    def _stop(self) -> str | None:
+        """The stop text that what is kept ends with."""
+        return self._kept[-1][1].stop if self._kept else None
+
     # -- the result -----------------------------------------------------------------------------
 
     def without_engine(self, reason: FinishReason, elapsed_s: float) -> GenerationResult:
         """The result when nobody goes on."""
-        return self.complete(GenerationResult(self._request.id, (), reason), elapsed_s)
+        ended = GenerationResult(self._request.id, (), reason, stop=self._stop)
+        return self.complete(ended, elapsed_s)
 
     def complete(self, result: GenerationResult, elapsed_s: float) -> GenerationResult:
         """The last engine's result with what the earlier ones sampled before it."""
-        raw = [x for _, progress in self._kept for x in progress.raw_logprobs]
+        told = [progress for _, progress in self._kept]
+        raw = [x for progress in told for x in progress.raw_logprobs]
+        others = [x for progress in told for x in progress.alternatives]
         prompt = len(self._request.prompt_ids)
         return msgspec.structs.replace(
             result,
             id=self._request.id,
             spans=(*_spans(self._kept), *result.spans),
             # All or none: an engine may not report them.
-            raw_logprobs=self._joined_raw(raw, result),
+            raw_logprobs=self._joined(raw, result.raw_logprobs, result),
+            alternatives=self._joined(others, result.alternatives, result),
             prompt_logprobs=result.prompt_logprobs[:prompt],
             prompt_alternatives=result.prompt_alternatives[:prompt],
             queue_s=max(0.0, elapsed_s - (result.total_s - result.queue_s)),
             total_s=elapsed_s,
         )
 
-    def _joined_raw(self, raw: list[float], result: GenerationResult) -> tuple[float, ...]:
+    def _joined(
+        self, kept: list[_T], rest: tuple[_T, ...], result: GenerationResult
+    ) -> tuple[_T, ...]:
         sampled = sum(len(span.ids) for span in result.spans)
-        whole = len(raw) == len(self._ids(self._kept)) and len(result.raw_logprobs) == sampled
-        return (*raw, *result.raw_logprobs) if whole else ()
+        whole = len(kept) == len(self._ids(self._kept)) and len(rest) == sampled
+        return (*kept, *rest) if whole else ()
 
     @staticmethod
     def _ids(pieces: list[tuple[str, Progress]]) -> list[int]:

@@ -123,6 +123,11 @@ class LibraryRenderer:
         return self._options.get(_RETENTION) == "all"
 
     @property
+    def call_style(self) -> str | None:
+        """ "tags" for calls as GLM writes them, "json" for Hermes', None for others."""
+        return self._reading.call_style
+
+    @property
     def has_thinking(self) -> bool:
         """Whether the format has a place for thinking at all."""
         return self._name != "llama-3"

@@ -178,6 +178,15 @@ class LibraryReading:
                 del ids[cut], places[cut]
 
     @property
+    def call_style(self) -> str | None:
+        """See `LibraryRenderer.call_style`."""
+        if self._grammar is None:
+            return None
+        return (
+            "tags" if self._name.startswith("glm-") else "json" if self._name in _HERMES else None
+        )
+
+    @property
     def joins_parts(self) -> bool:
         """Whether `join_parts` is possible."""
         return self._grammar is not None

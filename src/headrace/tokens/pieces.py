@@ -5,6 +5,7 @@ blank that some decoders take off the very beginning of a text stays. Decoders a
 no text can be decoded token by token, since one character's bytes may lie in several tokens.
 """
 
+import contextlib
 import json
 import re
 from collections.abc import Callable, Iterator
@@ -51,11 +52,30 @@ def token_pieces(folder: str | Path) -> list[bytes]:
     Raises:
         UserError: no such file, one that is no tokenizer, or another kind of decoder.
     """
-    file = Path(folder) / "tokenizer.json"
-    try:
-        spec = json.loads(file.read_text(encoding="utf-8"))
+    with _reading(folder) as spec:
         tokens = dict(_tokens(spec))
         spell = spelling(spec.get("decoder"))
+    pieces = [b""] * (max(tokens, default=-1) + 1)
+    for token_id, text in tokens.items():
+        pieces[token_id] = spell(text)
+    return pieces
+
+
+def tag_ids(folder: str | Path) -> frozenset[int]:
+    """Ids of added tokens, which no text is encoded to: they shape a conversation.
+
+    Args, Raises: as `token_pieces`.
+    """
+    with _reading(folder) as spec:
+        return frozenset(token["id"] for token in spec.get("added_tokens") or ())
+
+
+@contextlib.contextmanager
+def _reading(folder: str | Path) -> Iterator[dict[str, Any]]:
+    """The tokenizer's file, while it is read; what it does not say is the user's to mend."""
+    file = Path(folder) / "tokenizer.json"
+    try:
+        yield json.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
         raise UserError(
             f"tokenizer {str(file)!r}: cannot be read ({error.strerror}); give a directory with "
@@ -66,10 +86,6 @@ def token_pieces(folder: str | Path) -> list[bytes]:
             f"tokenizer {str(file)!r}: what its tokens spell cannot be told ({error}); use a "
             "tokenizer that is byte-level or in the manner of SentencePiece"
         ) from error
-    pieces = [b""] * (max(tokens, default=-1) + 1)
-    for token_id, text in tokens.items():
-        pieces[token_id] = spell(text)
-    return pieces
 
 
 def _tokens(spec: dict[str, Any]) -> Iterator[tuple[int, str]]:
