@@ -133,12 +133,7 @@ def test_a_resumed_run_trips_on_what_its_first_part_saw(
             raise Crashed  # before anybody has looked
         checked(wires, step)
 
-    @contextlib.asynccontextmanager
-    async def open_tasks(*_: Any, **__: Any) -> AsyncIterator[Any]:
-        yield None, {"chat": task}
-
-    monkeypatch.setattr(run_module, "open_tasks", open_tasks)
-    monkeypatch.setattr("headrace.tasks.registry.create_task", lambda *_: task)
+    use_tasks(monkeypatch.setattr, {"chat": task})
     monkeypatch.setattr(StageTripwires, "check", crash)
     with pytest.raises(Crashed):
         run_recipe(recipe, tmp_path / "run", resume=False, no_isolation=True)

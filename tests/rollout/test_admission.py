@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from test_orchestrator import ScriptedGate, ScriptedTask, mix_of
+from stand_ins import ScriptedGate, ScriptedTask, mix_of
 
 from headrace.rollout.admission import Admission
 from headrace.rollout.ledger import Ledger
