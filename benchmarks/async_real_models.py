@@ -68,14 +68,7 @@ class WaitingTask:
         client = self.pool.get(endpoint.base_url)
         messages: list[Any] = [{"role": "user", "content": f"item {instance.seed}"}]
         for turn in range(TURNS):
-            completion = await client.chat.completions.create(
-                model=endpoint.model,
-                messages=messages,
-                max_tokens=endpoint.max_tokens,
-                temperature=endpoint.temperature,
-                extra_headers={"Authorization": f"Bearer {endpoint.api_key}"},
-            )
-            content = completion.choices[0].message.content or ""
+            content = (await client.complete(endpoint, messages)).content or ""
             messages.append({"role": "assistant", "content": content})
             if turn + 1 < TURNS:
                 await asyncio.sleep(rng.lognormvariate(math.log(self.median_s), self.sigma))

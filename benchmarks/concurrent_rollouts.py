@@ -2,7 +2,7 @@
 
 Three tasks of different speed share one stage in fixed ratios. Real are the orchestrator, its task
 ratios, the runner, the ledger (SQLite on disk), the gateway with its HTTP server, sessions and
-renderer, and agents that talk to it with the OpenAI client over loopback, all in one process and
+renderer, and agents that talk to it as the product's own do, over loopback, all in one process and
 event loop, as in a run. Not real are the tools, which sleep for log-normally distributed times; the
 engine, which answers with the same few tokens after `--engine-ms`; rewards, dealt out so that every
 group has signal; and the trainer, which takes each batch at once.
@@ -48,7 +48,7 @@ from headrace.rollout.runner import RolloutRunner
 from headrace.rollout.source_config import SourceConfig
 from headrace.rollout.types import FinishReason, Outcome, Span
 from headrace.stages.task_metrics import ratio_errors
-from headrace.tasks.conversation import ClientPool, complete
+from headrace.tasks.conversation import ClientPool
 from headrace.tasks.types import Endpoint, RolloutResult, TaskInstance
 from headrace.tokens.compact import CompactRenderer
 from headrace.tokens.training import train_tokenizer
@@ -147,7 +147,7 @@ class SleepingTask:
             {"role": "user", "content": f"Item {instance.seed}: what is in the log?"},
         ]
         for call in range(self._calls):
-            message = await complete(client, endpoint, messages)
+            message = await client.complete(endpoint, messages)
             messages.append({"role": "assistant", "content": message.content or ""})
             if call + 1 < self._calls:
                 await self._delays.sleep(draw.lognormvariate(math.log(self._median_s), SIGMA))
@@ -401,7 +401,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="headrace-bench-") as folder:
         metrics = uvloop.run(measure(arguments, Path(folder)))
     notes = (
-        "real: orchestrator, runner, ledger, gateway over HTTP, OpenAI client; not real: tools "
+        "real: orchestrator, runner, ledger, gateway and agents over HTTP; not real: tools "
         "(log-normal sleeps), engine (one answer after a fixed time), rewards, trainer"
     )
     print_report("concurrent_rollouts", arguments, metrics, notes, ratios=RATIOS, speeds=SPEEDS)

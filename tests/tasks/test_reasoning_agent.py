@@ -5,7 +5,6 @@ import json
 
 import pytest
 from msgspec.structs import replace
-from openai import APIError
 
 from headrace.errors import UserError
 from headrace.rollout.types import Outcome
@@ -16,7 +15,7 @@ from headrace.tasks.reasoning.families import select_families
 from headrace.tasks.reasoning.problems import Problems
 from headrace.tasks.reasoning.process import WorkerProcess
 from headrace.tasks.reasoning.verifier import Verifier
-from headrace.tasks.types import Endpoint
+from headrace.tasks.types import Endpoint, EndpointError
 
 FAMILIES = {"chain_sum": {}, "gcd": {}}
 
@@ -196,7 +195,7 @@ async def test_whose_fault_it_was(inert_provider, server, says, make_tasks):
     with pytest.raises(SandboxError, match="no python3; install it, or set python_tool = false"):
         await tasks.rollout(instance, endpoint_of(server))
     scripted(server, (500, {"error": {"message": "broken"}}))
-    with pytest.raises(APIError):
+    with pytest.raises(EndpointError, match="500: broken"):
         await tasks.rollout(instance, endpoint_of(server))
     long = {"error": {"message": "over the context length", "code": "context_length_exceeded"}}
     scripted(server, (400, long))

@@ -5,9 +5,9 @@ import json
 
 import pytest
 from msgspec.structs import replace
-from openai import APIError, AuthenticationError
 
 from headrace.errors import UserError
+from headrace.rollout.diagnosis import exception_reason
 from headrace.rollout.reasons import FailureReason
 from headrace.rollout.types import Outcome
 from headrace.sandbox.types import CommandResult, EndReason, SandboxError
@@ -21,7 +21,7 @@ from headrace.tasks.terminal import (
 )
 from headrace.tasks.terminal.agent import tool_text
 from headrace.tasks.terminal.problem import AnswerGoal, StateGoal
-from headrace.tasks.types import Endpoint
+from headrace.tasks.types import Endpoint, EndpointError
 
 
 def endpoint_of(server, **changes) -> Endpoint:
@@ -238,7 +238,7 @@ async def test_lasting_server_errors_are_the_environments(inert_provider, server
     provider = inert_provider()
     tasks = make_tasks(provider, request_retries=2)
     scripted(server, (500, {"error": {"message": "down"}}))
-    with pytest.raises(APIError):
+    with pytest.raises(EndpointError, match="500: down"):
         await tasks.rollout(answer_instance(tasks)[0], endpoint_of(server))
     assert len(server.requests) == 3
     assert provider.opened[0].closed
@@ -247,7 +247,7 @@ async def test_lasting_server_errors_are_the_environments(inert_provider, server
 async def test_other_refusals_are_not_the_agents(inert_provider, server, make_tasks):
     tasks = make_tasks(inert_provider())
     scripted(server, (401, {"error": {"message": "no such session"}}))
-    with pytest.raises(AuthenticationError):
+    with pytest.raises(EndpointError, match="401: no such session"):
         await tasks.rollout(answer_instance(tasks)[0], endpoint_of(server))
 
 
@@ -339,4 +339,44 @@ async def test_sessions_share_connections():
     assert pool.get("http://a/v1") is pool.get("http://a/v1")
     assert pool.get("http://a/v1") is not pool.get("http://b/v1")
     await pool.close()
+    await pool.close()
+
+
+@pytest.mark.parametrize(
+    ("answer", "says"),
+    [
+        ((200, {"choices": []}), "without choices"),
+        ((200, {"choices": [{"message": {"content": 7}}]}), r"no chat completion.*content"),
+        ((404, ["no error"]), r'404: \["no error"\]'),
+    ],
+)
+async def test_answers_that_are_none_are_the_endpoints_failure(
+    inert_provider, server, make_tasks, answer, says
+):
+    tasks = make_tasks(inert_provider())
+    scripted(server, answer)
+    with pytest.raises(EndpointError, match=says):
+        await tasks.rollout(answer_instance(tasks)[0], endpoint_of(server))
+    assert len(server.requests) == 1
+
+
+async def test_nobody_there_and_silence_are_told_apart(server):
+    over = asyncio.Event()
+
+    async def late(_request):
+        await over.wait()
+        return 500, {}
+
+    server.handler = late
+    pool = ClientPool(retries=0)
+    hasty = endpoint_of(server, timeout_s=0.2)
+    with pytest.raises(EndpointError) as silent:
+        await pool.get(hasty.base_url).complete(hasty, [{"role": "user", "content": "x"}])
+    over.set()
+    with pytest.raises(EndpointError) as absent:
+        await pool.get("http://127.0.0.1:1/v1").complete(hasty, [])
+    assert (silent.value.timed_out, absent.value.timed_out) == (True, False)
+    assert exception_reason(silent.value) is FailureReason.ENGINE_DEADLINE
+    assert exception_reason(absent.value) is FailureReason.TASK_RAISED
+    assert exception_reason(EndpointError("", status=429)) is FailureReason.ENGINE_OVERLOADED
     await pool.close()

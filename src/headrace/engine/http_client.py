@@ -11,10 +11,10 @@ import httpx
 import msgspec
 
 from headrace.engine.config import USER_ERROR
-from headrace.engine.http_exchange import ExchangePool
 from headrace.engine.server_process import ServerProcess
 from headrace.engine.types import EngineError
 from headrace.errors import UserError
+from headrace.http_exchange import ExchangePool
 
 CONNECT_TIMEOUT_S = 10.0
 CONTROL_TIMEOUT_S = 60.0

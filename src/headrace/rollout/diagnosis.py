@@ -12,7 +12,7 @@ from headrace.rollout.failures import WorkerDied, end_reason
 from headrace.rollout.reasons import FailureReason
 from headrace.rollout.types import Call, FinishReason, Outcome, ParseState
 from headrace.sandbox.types import SandboxError, SandboxStartError
-from headrace.tasks.types import RolloutResult, TaskUnavailable
+from headrace.tasks.types import EndpointError, RolloutResult, TaskUnavailable
 
 
 def exception_reason(error: Exception) -> FailureReason:
@@ -25,10 +25,15 @@ def exception_reason(error: Exception) -> FailureReason:
         return FailureReason.WORKER_DIED
     if isinstance(error, ConnectionError | TaskUnavailable):
         return FailureReason.TASK_UNAVAILABLE
+    # OpenAI's client is what agents of others call with.
     if isinstance(error, APITimeoutError):
         return FailureReason.ENGINE_DEADLINE
     if isinstance(error, APIStatusError):
         return _status_reason(error.status_code)
+    if isinstance(error, EndpointError):
+        if error.timed_out:
+            return FailureReason.ENGINE_DEADLINE
+        return FailureReason.TASK_RAISED if error.status is None else _status_reason(error.status)
     return FailureReason.TASK_RAISED
 
 

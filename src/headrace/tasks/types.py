@@ -17,6 +17,20 @@ class TaskUnavailable(Exception):
     """A task service cannot be asked now, or says what it may not; other tasks go on without it."""
 
 
+class EndpointError(Exception):
+    """A model's endpoint failed, and asking again did not help.
+
+    Attributes:
+        status: of its last answer; None when there was none that could be read.
+        timed_out: whether it did not answer in time.
+    """
+
+    def __init__(self, message: str, *, status: int | None = None, timed_out: bool = False) -> None:
+        super().__init__(message)
+        self.status = status
+        self.timed_out = timed_out
+
+
 class TaskInstance(msgspec.Struct, frozen=True):
     """One problem. Equal seeds give equal instances.
 

@@ -9,11 +9,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
-from openai import AsyncOpenAI
 
 from headrace.rollout.reasons import FailureReason
 from headrace.sandbox.types import EndReason, Sandbox, SandboxError
-from headrace.tasks.conversation import AgentFailure, complete
+from headrace.tasks.conversation import AgentFailure, ModelClient, ToolCall
 from headrace.tasks.types import Endpoint
 
 TOOL_PROMPT = "You can run Python with the tool python; print what you need."
@@ -89,7 +88,7 @@ def tool_text(output: str, limit: int) -> str:
 
 
 async def run_agent(
-    client: AsyncOpenAI,
+    client: ModelClient,
     endpoint: Endpoint,
     sandbox: Sandbox | None,
     messages: list[dict[str, Any]],
@@ -108,30 +107,26 @@ async def run_agent(
 
     Raises:
         AgentFailure: out of turns, or the conversation no longer fits the model.
-        openai.APIError: the endpoint failed and retrying did not help.
+        EndpointError: the endpoint failed and retrying did not help.
         SandboxError: the sandbox failed, or has no Python.
     """
     for _ in range(endpoint.max_turns):
-        message = await complete(client, endpoint, messages, TOOLS if sandbox else ())
+        message = await client.complete(endpoint, messages, TOOLS if sandbox else ())
         transcript.turns += 1
         calls = message.tool_calls or []
         if not calls or sandbox is None:
             text = transcript.message = message.content or ""
             return text
-        messages.append(
-            {
-                "role": "assistant",
-                "content": message.content,
-                "tool_calls": [call.model_dump(exclude_none=True) for call in calls],
-            }
-        )
+        messages.append(message.said())
         for call in calls:
             text = await _run_call(call, sandbox, transcript, limits)
             messages.append({"role": "tool", "tool_call_id": call.id, "content": text})
     raise AgentFailure(FailureReason.TURN_LIMIT, f"no answer within {endpoint.max_turns} turns")
 
 
-async def _run_call(call: Any, sandbox: Sandbox, transcript: Transcript, limits: ToolLimits) -> str:
+async def _run_call(
+    call: ToolCall, sandbox: Sandbox, transcript: Transcript, limits: ToolLimits
+) -> str:
     """Run one tool call; whatever is wrong with the call becomes text for the model."""
     code = _read_code(call)
     if code is None:
@@ -154,13 +149,12 @@ async def _run_call(call: Any, sandbox: Sandbox, transcript: Transcript, limits:
     return text if result.exit_code == 0 else f"exit {result.exit_code}: {text}"
 
 
-def _read_code(call: Any) -> str | None:
+def _read_code(call: ToolCall) -> str | None:
     """The program of a python call, or None if the call is anything else."""
-    function = getattr(call, "function", None)
-    if function is None or function.name != "python":
+    if call.function.name != "python":
         return None
     try:
-        arguments = json.loads(function.arguments or "")
+        arguments = json.loads(call.function.arguments or "")
         code = arguments.get("code") if isinstance(arguments, dict) else None
         # A NUL byte cannot be part of a command line, half a surrogate pair of no text.
         return code if isinstance(code, str) and code.encode() and "\0" not in code else None

@@ -169,7 +169,7 @@ class ReasoningTasks:
         Raises:
             SandboxError: the sandbox failed.
             WorkerLost: a worker process cannot be started.
-            openai.APIError: the endpoint failed and retrying did not help.
+            EndpointError: the endpoint failed and retrying did not help.
             UserError: the tool is on and the service has no sandbox provider.
         """
         problem = await asyncio.to_thread(self.problem, instance)

@@ -9,11 +9,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from openai import AsyncOpenAI
-
 from headrace.rollout.reasons import FailureReason
 from headrace.sandbox.types import CommandResult, EndReason, Sandbox
-from headrace.tasks.conversation import AgentFailure, complete
+from headrace.tasks.conversation import AgentFailure, ModelClient, ToolCall
 from headrace.tasks.types import Endpoint
 
 SYSTEM_PROMPT = "Use bash, then answer."
@@ -88,7 +86,7 @@ def opening_messages(instruction: str) -> list[dict[str, Any]]:
 
 
 async def run_agent(
-    client: AsyncOpenAI,
+    client: ModelClient,
     endpoint: Endpoint,
     sandbox: Sandbox,
     instruction: str,
@@ -110,25 +108,19 @@ async def run_agent(
 
     Raises:
         AgentFailure: out of turns, or the conversation no longer fits the model.
-        openai.APIError: the endpoint failed and retrying did not help.
+        EndpointError: the endpoint failed and retrying did not help.
         SandboxError: the sandbox failed.
     """
     messages = opening_messages(instruction)
     for _ in range(endpoint.max_turns):
-        message = await complete(client, endpoint, messages, TOOLS)
+        message = await client.complete(endpoint, messages, TOOLS)
         transcript.turns += 1
         calls = message.tool_calls or []
         if not calls:
             answer = message.content or ""
             transcript.answer = answer
             return answer
-        messages.append(
-            {
-                "role": "assistant",
-                "content": message.content,
-                "tool_calls": [call.model_dump(exclude_none=True) for call in calls],
-            }
-        )
+        messages.append(message.said())
         for number, call in enumerate(calls):
             if number >= _MAX_CALLS_PER_TURN:
                 text = f"error: at most {_MAX_CALLS_PER_TURN} calls at once"
@@ -139,7 +131,7 @@ async def run_agent(
 
 
 async def _run_call(
-    call: Any,
+    call: ToolCall,
     sandbox: Sandbox,
     transcript: Transcript,
     output_limit: int,
@@ -156,13 +148,12 @@ async def _run_call(
     return result_text(await sandbox.run(command), output_limit)
 
 
-def _read_command(call: Any) -> str | None:
+def _read_command(call: ToolCall) -> str | None:
     """The command of a bash call, or None if the call is anything else."""
-    function = getattr(call, "function", None)
-    if function is None or function.name != "bash":
+    if call.function.name != "bash":
         return None
     try:
-        arguments = json.loads(function.arguments or "")
+        arguments = json.loads(call.function.arguments or "")
     except (ValueError, RecursionError):
         return None
     command = arguments.get("command") if isinstance(arguments, dict) else None

@@ -152,7 +152,7 @@ class TerminalTasks:
 
         Raises:
             SandboxError: the sandbox failed.
-            openai.APIError: the endpoint failed and retrying did not help.
+            EndpointError: the endpoint failed and retrying did not help.
             UserError: the service has no sandbox provider.
         """
         problem = self.problem(instance)
