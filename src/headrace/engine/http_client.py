@@ -14,6 +14,7 @@ from headrace.engine.config import USER_ERROR
 from headrace.engine.server_process import ServerProcess
 from headrace.engine.types import EngineError
 from headrace.errors import UserError
+from headrace.http_client import HttpClient
 from headrace.http_exchange import ExchangePool
 
 CONNECT_TIMEOUT_S = 10.0
@@ -88,7 +89,7 @@ class ServerClient:
                 connections=connections,
                 connect_timeout_s=CONNECT_TIMEOUT_S,
             )
-        self._client = httpx.AsyncClient(
+        self._client = HttpClient(
             base_url=self.url,
             headers={"Authorization": f"Bearer {api_key}"} if api_key else {},
             limits=httpx.Limits(max_connections=connections, max_keepalive_connections=64),
@@ -130,7 +131,7 @@ class ServerClient:
                 "POST", path, json={}, timeout=httpx.Timeout(CONTROL_TIMEOUT_S)
             )
             response = await self._client.send(request)
-        except (httpx.HTTPError, RuntimeError) as error:
+        except httpx.HTTPError as error:
             raise self.lost(path, error) from error
         return response.status_code not in (404, 405)
 
@@ -226,7 +227,7 @@ class ServerClient:
                 timeout=httpx.Timeout(timeout_s, connect=CONNECT_TIMEOUT_S),
             )
             response = await self._client.send(request, stream=True)
-        except (httpx.HTTPError, RuntimeError) as error:
+        except httpx.HTTPError as error:
             raise self.lost(path, error) from error
         try:
             if response.status_code >= 400:

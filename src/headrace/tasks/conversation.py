@@ -15,6 +15,7 @@ from typing import Any
 import httpx
 import msgspec
 
+from headrace.http_client import HttpClient
 from headrace.http_exchange import ExchangePool, Response
 from headrace.rollout.reasons import FailureReason
 from headrace.tasks.types import Endpoint, EndpointError
@@ -95,7 +96,7 @@ class ModelClient:
                 connect_timeout_s=_CONNECT_S,
             )
         else:
-            self._client = httpx.AsyncClient(
+            self._client = HttpClient(
                 base_url=url.copy_with(raw_path=b"/"),
                 headers={"Content-Type": "application/json"},
                 limits=httpx.Limits(max_connections=None, max_keepalive_connections=32),

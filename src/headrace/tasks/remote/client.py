@@ -13,6 +13,7 @@ import httpx
 import msgspec
 
 from headrace.errors import UserError
+from headrace.http_client import HttpClient
 from headrace.tasks.remote.checking import MOST_BYTES, Misreport
 from headrace.tasks.serving.wire import PROTOCOL, VERSION_HEADER, ErrorAnswer
 
@@ -74,7 +75,7 @@ class TaskClient:
         headers["Accept-Encoding"] = "identity"
         options: dict[str, Any] = {"base_url": url, "headers": headers, "trust_env": False}
         limits = httpx.Limits(max_connections=connections, max_keepalive_connections=64)
-        self._async = httpx.AsyncClient(limits=limits, **options)
+        self._async = HttpClient(limits=limits, **options)
         self._sync = httpx.Client(**options)
 
     async def close(self) -> None:
