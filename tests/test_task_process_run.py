@@ -2,17 +2,14 @@
 in the middle of the RL stage: it comes back, and the other task notices nothing."""
 
 import functools
-import json
 import os
 import signal
 import sys
 
 import pytest
 
-from headrace.rollout.audit import audit
-from headrace.rollout.ledger import Ledger
+import task_outages
 from headrace.rollout.pausing import TaskPauses
-from headrace.rollout.types import Outcome
 from headrace.run import run_recipe
 from small_runs import small_checkpoint, small_recipe
 
@@ -67,16 +64,7 @@ def test_a_killed_task_process_hurts_only_its_own_rollouts(tmp_path, monkeypatch
     monkeypatch.setattr("headrace.stages.agentic_rl.TaskPauses", quick)
     recipe = small_recipe(
         small_checkpoint(tmp_path / "model"),
-        {
-            "kind": "agentic_rl",
-            "name": "rl",
-            "tasks": {"steady": 1.0, "shaky": 1.0},
-            "updates": 6,
-            "group_size": 4,
-            "groups_per_batch": 2,
-            "concurrency": 16,
-            "seconds": 400,
-        },
+        task_outages.stage("steady", "shaky", seconds=400),
         tasks={
             "steady": {
                 "implementation": "two_tasks:Steady",
@@ -89,28 +77,11 @@ def test_a_killed_task_process_hurts_only_its_own_rollouts(tmp_path, monkeypatch
                 "folder": str(folder),
             },
         },
-        evaluation={"tasks": ["shaky"], "instances": 4, "before": False},
+        evaluation=task_outages.evaluation("shaky"),
     )
     run_dir = tmp_path / "run"
     assert run_recipe(recipe, run_dir, resume=False, no_isolation=True) == 0
-    summary = json.loads((run_dir / "summary.json").read_text())
-    assert summary["status"] == "finished"
-    assert set(summary["laws"].values()) == {"held"}
-    with Ledger.resume(run_dir) as ledger:
-        assert all(finding.held for finding in audit(ledger).values())
-        assert ledger.conservation("rl").closes
-        ended = [s for s in ledger.sessions(stage="rl") if s.outcome is not Outcome.CANCELLED]
-        assert len(ledger.batches("rl")) == 6
-    assert {s.outcome for s in ended if s.task == "steady"} == {Outcome.OK}
-    shaky = [s for s in ended if s.task == "shaky"]
-    lost = [s for s in shaky if s.outcome is Outcome.ENV_FAILED]
-    assert lost
-    assert all("lost" in s.reason for s in lost)
-    assert all(not s.rewards for s in lost)
-    fell = max(s.dispatched_at for s in lost)
-    assert any(s.outcome is Outcome.OK and s.dispatched_at > fell for s in shaky)  # it came back
-    (measured,) = summary["evaluations"]
-    assert (measured["task"], measured["n"]) == ("shaky", 4)
+    task_outages.check(run_dir, "steady", "shaky", ["lost"])
     # Nothing outlives the run.
     pid = int((folder / "pid").read_text())
     with pytest.raises(ProcessLookupError):

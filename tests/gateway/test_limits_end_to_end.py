@@ -23,6 +23,7 @@ from headrace.rollout.runner import RolloutRunner, Ticket
 from headrace.rollout.types import LIMIT_WORDS, Outcome, SessionLimits
 from headrace.tasks.types import Endpoint, RolloutResult, TaskInstance
 from headrace.tokens.compact import CompactRenderer
+from small_runs import ChatTask
 
 CONTEXT, ANSWER = 1024, 8
 RENDERER = CompactRenderer(byte_tokenizer())
@@ -105,7 +106,7 @@ def messages_api(client: anthropic.AsyncAnthropic, model: str) -> Say:
     return say
 
 
-class Talkative:
+class Talkative(ChatTask):
     """A task whose agent asks until it is refused, and does not catch the refusal.
 
     Args:
@@ -119,18 +120,6 @@ class Talkative:
         self.api, self.goes_on = api, goes_on
         self.finishes: list[str | None] = []
         self.refusal: openai.APIStatusError | anthropic.APIStatusError | None = None
-
-    def instance(self, seed: int) -> TaskInstance:
-        return TaskInstance(self.name, seed, "f", 1, 1)
-
-    def train_seed(self, index: int) -> int:
-        return index
-
-    def evaluation_seed(self, index: int) -> int:
-        return -1 - index
-
-    def content_id(self, instance: TaskInstance) -> str:
-        return str(instance.seed)
 
     async def rollout(self, instance: TaskInstance, endpoint: Endpoint) -> RolloutResult:
         key, url = endpoint.api_key, endpoint.base_url

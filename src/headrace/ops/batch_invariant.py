@@ -14,9 +14,14 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from headrace.ops.cross_entropy import projection_gradients, row_blocks, widen
+from headrace.ops.cross_entropy import projected_cross_entropy
 from headrace.ops.draws import token_logprobs
-from headrace.ops.functions import CHUNK_ELEMENTS, dense_attention, paged_attention
+from headrace.ops.functions import (
+    CHUNK_ELEMENTS,
+    check_cross_entropy,
+    dense_attention,
+    paged_attention,
+)
 from headrace.ops.layout import Layout
 from headrace.ops.packed import PackedMatrix, packed_linear
 
@@ -37,11 +42,7 @@ def linear(x: Tensor, weight: Tensor, matrix: PackedMatrix, bias: Tensor | None 
         ValueError: shapes, dtypes or devices do not fit.
     """
     _check_float32(x=x, weight=weight)
-    if matrix.kind != "float32" or weight.shape != (matrix.outputs, matrix.inputs):
-        raise ValueError(
-            f"matrix is {matrix.kind} [{matrix.outputs}, {matrix.inputs}], must be float32 "
-            f"{list(weight.shape)} as the weight is"
-        )
+    _check_packed(matrix, weight)
     rows = x.reshape(-1, x.shape[-1])
     out = _Linear.apply(rows, weight, bias, matrix)
     assert isinstance(out, Tensor)
@@ -100,22 +101,32 @@ def linear_cross_entropy(
 
     Raises:
         ValueError: shapes or dtypes do not fit, or an argument is out of range.
-        IndexError: a target lies outside the vocabulary.
     """
     _check_float32(hidden=hidden, weight=weight)
-    if not temperature > 0:
-        raise ValueError(f"temperature {temperature} must be positive")
-    if matrix.kind != "float32" or weight.shape != (matrix.outputs, matrix.inputs):
-        raise ValueError(
-            f"matrix is {matrix.kind}, must be the weight {list(weight.shape)}, packed"
-        )
-    if targets.shape != hidden.shape[:1] or targets.dtype != torch.int64:
-        raise ValueError(f"targets {list(targets.shape)} must be int64 [{hidden.shape[0]}]")
-    rows = max(1, chunk_elements // weight.shape[0])
-    differentiable = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
-    return _LinearCrossEntropy.apply(  # pyright: ignore[reportReturnType]  # of `apply`
-        hidden, weight, matrix, targets, temperature, rows, differentiable
+    check_cross_entropy(hidden, weight, targets, temperature, chunk_elements)
+    _check_packed(matrix, weight)
+
+    def project(rows: Tensor) -> Tensor:
+        return packed_linear(rows, matrix)
+
+    return projected_cross_entropy(
+        *(hidden, weight, targets, project, _measure),
+        temperature=temperature,
+        chunk_elements=chunk_elements,
     )
+
+
+def _measure(z: Tensor, targets: Tensor, kept: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """A `Measure` with the engine's logprobs."""
+    logprobs = token_logprobs(z, targets[:, None])[:, 0]
+    normalizers = z.gather(-1, targets[:, None])[:, 0] - logprobs
+    z -= normalizers[:, None]
+    probabilities = z.exp()
+    if kept is not None:
+        kept.copy_(probabilities)
+    # Of a logit at -inf there is no entropy, and 0 * -inf is not 0.
+    z = z.clamp_(min=_LEAST)
+    return logprobs, probabilities.mul_(z).sum(-1).neg_(), normalizers
 
 
 class _Linear(torch.autograd.Function):
@@ -167,56 +178,6 @@ class _Attention(torch.autograd.Function):
         return *(next(found) if needed else None for needed in wanted), None, None
 
 
-class _LinearCrossEntropy(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        matrix: PackedMatrix,
-        targets: Tensor,
-        temperature: float,
-        rows: int,
-        differentiable: bool,
-    ) -> tuple[Tensor, Tensor]:
-        count = hidden.shape[0]
-        keep = differentiable and 0 < count <= rows
-        logprobs, entropies, normalizers = hidden.new_empty(3, count).unbind()
-        logits = hidden.new_empty(0)
-        for begin in range(0, count, rows):
-            logits = packed_linear(hidden[begin : begin + rows], matrix)
-            for part in row_blocks(logits):
-                place = slice(begin + part.start, begin + part.stop)
-                z = widen(logits[part], temperature)
-                logprobs[place] = token_logprobs(z, targets[place, None])[:, 0]
-                chosen = z.gather(-1, targets[place, None])[:, 0]
-                normalizers[place] = chosen - logprobs[place]
-                z -= normalizers[place, None]
-                probabilities = z.exp()
-                if keep:
-                    logits[part] = probabilities
-                # Of a logit at -inf there is no entropy, and 0 * -inf is not 0.
-                z = z.clamp_(min=_LEAST)
-                entropies[place] = probabilities.mul_(z).sum(-1).neg_()
-        ctx.save_for_backward(hidden, weight, targets, logits if keep else normalizers, logprobs)
-        ctx.temperature, ctx.rows, ctx.kept = temperature, rows, keep
-        ctx.mark_non_differentiable(entropies)
-        return logprobs, entropies
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, weight, targets, saved, logprobs = ctx.saved_tensors
-        d_hidden, d_weight = projection_gradients(
-            *(hidden, weight, targets, saved, logprobs, grads[0]),
-            temperature=ctx.temperature,
-            rows=ctx.rows,
-            kept=ctx.kept,
-            wanted=(ctx.needs_input_grad[0], ctx.needs_input_grad[1]),
-        )
-        return d_hidden, d_weight, None, None, None, None, None
-
-
 _LEAST = -1e4
 """A log-probability whose probability is 0 in float32."""
 
@@ -249,3 +210,11 @@ def _check_float32(**tensors: Tensor) -> None:
     for name, x in tensors.items():
         if x.dtype != torch.float32:
             raise ValueError(f"{name} is {x.dtype}, must be float32")
+
+
+def _check_packed(matrix: PackedMatrix, weight: Tensor) -> None:
+    if matrix.kind != "float32" or weight.shape != (matrix.outputs, matrix.inputs):
+        raise ValueError(
+            f"matrix is {matrix.kind} [{matrix.outputs}, {matrix.inputs}], must be float32 "
+            f"{list(weight.shape)} as the weight is"
+        )

@@ -5,6 +5,7 @@ them into their gradient in place. When everything fits one chunk, the probabili
 instead and nothing is computed twice.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,6 +18,12 @@ _BLOCK_ELEMENTS = 1 << 20
 """Logits widened to float32 at once: what stays in cache between the passes over it."""
 
 
+Measure = Callable[[Tensor, Tensor, Tensor | None], tuple[Tensor, Tensor, Tensor]]
+"""What becomes of logits z [n, V] in float32, which may be overwritten, and of targets [n]: the
+logprobs, entropies and normalisers, [n] each. Probabilities go into a third tensor [n, V], if there
+is one."""
+
+
 def linear_cross_entropy(
     hidden: Tensor,
     weight: Tensor,
@@ -26,18 +33,64 @@ def linear_cross_entropy(
     chunk_elements: int = 1 << 25,
 ) -> tuple[Tensor, Tensor]:
     """See `headrace.ops.linear_cross_entropy`."""
+
+    def project(rows: Tensor) -> Tensor:
+        return rows @ weight.t()
+
+    return projected_cross_entropy(
+        *(hidden, weight, targets, project, _measure),
+        temperature=temperature,
+        chunk_elements=chunk_elements,
+    )
+
+
+def projected_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    project: Callable[[Tensor], Tensor],
+    measure: Measure,
+    *,
+    temperature: float,
+    chunk_elements: int,
+) -> tuple[Tensor, Tensor]:
+    """The op over a given product and softmax; its gradients are the same whatever they are.
+
+    Args:
+        hidden, weight, targets, temperature, chunk_elements: see `headrace.ops`; checked already.
+        project: rows [n, D] to logits [n, V] that nobody else holds.
+        measure: see there.
+    """
     rows = max(1, chunk_elements // max(1, weight.shape[0]))
     differentiable = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
-    return _LinearCrossEntropy.apply(hidden, weight, targets, temperature, rows, differentiable)
+    return _CrossEntropy.apply(  # pyright: ignore[reportReturnType]  # of `apply`
+        hidden, weight, targets, project, measure, temperature, rows, differentiable
+    )
 
 
-class _LinearCrossEntropy(torch.autograd.Function):
+def _measure(z: Tensor, targets: Tensor, kept: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    highest = z.amax(-1, keepdim=True)
+    chosen = z.gather(-1, targets[:, None])[:, 0]
+    exponentials = z.sub_(highest).exp()
+    total = exponentials.sum(-1)
+    log_total = total.log()
+    normalizers = log_total + highest[:, 0]
+    if kept is not None:
+        # Before the product below reuses the buffer.
+        kept.copy_(exponentials / total[:, None])
+    entropies = log_total - exponentials.mul_(z).sum(-1) / total
+    return chosen - normalizers, entropies, normalizers
+
+
+class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
         hidden: Tensor,
         weight: Tensor,
         targets: Tensor,
+        project: Callable[[Tensor], Tensor],
+        measure: Measure,
         temperature: float,
         rows: int,
         differentiable: bool,
@@ -47,22 +100,14 @@ class _LinearCrossEntropy(torch.autograd.Function):
         logprobs, entropies, normalizers = torch.empty(3, count).unbind()
         logits = hidden.new_empty(0)
         for begin in range(0, count, rows):
-            chunk = slice(begin, min(begin + rows, count))
-            logits = hidden[chunk] @ weight.t()
-            for part in row_blocks(logits):
+            logits = project(hidden[begin : begin + rows])
+            for part in _row_blocks(logits):
                 place = slice(begin + part.start, begin + part.stop)
-                z = widen(logits[part], temperature)
-                highest = z.amax(-1, keepdim=True)
-                chosen = z.gather(-1, targets[place, None])[:, 0]
-                exponentials = z.sub_(highest).exp()
-                total = exponentials.sum(-1)
-                log_total = total.log()
-                normalizers[place] = log_total + highest[:, 0]
-                logprobs[place] = chosen - normalizers[place]
-                if keep:
-                    # Before the product below reuses the buffer.
-                    logits[part] = exponentials / total[:, None]
-                entropies[place] = log_total - exponentials.mul_(z).sum(-1) / total
+                logprobs[place], entropies[place], normalizers[place] = measure(
+                    _widen(logits[part], temperature),
+                    targets[place],
+                    logits[part] if keep else None,
+                )
         saved = logits if keep else normalizers
         ctx.save_for_backward(hidden, weight, targets, saved, logprobs)
         ctx.temperature, ctx.rows, ctx.kept = temperature, rows, keep
@@ -73,17 +118,17 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, targets, saved, logprobs = ctx.saved_tensors
-        gradients = projection_gradients(
+        gradients = _projection_gradients(
             *(hidden, weight, targets, saved, logprobs, grads[0]),
             temperature=ctx.temperature,
             rows=ctx.rows,
             kept=ctx.kept,
             wanted=ctx.needs_input_grad[:2],
         )
-        return *gradients, None, None, None, None
+        return *gradients, None, None, None, None, None, None
 
 
-def projection_gradients(
+def _projection_gradients(
     hidden: Tensor,
     weight: Tensor,
     targets: Tensor,
@@ -118,13 +163,13 @@ def projection_gradients(
     for begin in range(0, count, rows):
         chunk = slice(begin, min(begin + rows, count))
         logits = torch.empty_like(saved) if kept else hidden[chunk] @ weight.t()
-        for part in row_blocks(logits):
+        for part in _row_blocks(logits):
             place = slice(begin + part.start, begin + part.stop)
             if kept:
                 # A new tensor: what was kept serves another backward, too.
                 gradient = saved[part] * -scaled[place, None]
             else:
-                z = widen(logits[part], temperature)
+                z = _widen(logits[part], temperature)
                 gradient = z.sub_(saved[place, None]).exp_().mul_(-scaled[place, None])
             gradient.scatter_(1, targets[place, None], at_target[place, None])
             logits[part] = gradient
@@ -142,14 +187,14 @@ def projection_gradients(
     return d_hidden, d_weight
 
 
-def widen(logits: Tensor, temperature: float) -> Tensor:
+def _widen(logits: Tensor, temperature: float) -> Tensor:
     """A float32 copy of the logits, divided by the temperature."""
     if logits.dtype == torch.float32:
         return logits / temperature
     return logits.float().div_(temperature)
 
 
-def row_blocks(logits: Tensor) -> list[slice]:
+def _row_blocks(logits: Tensor) -> list[slice]:
     """Row ranges that are widened at once."""
     count, vocabulary = logits.shape
     rows = max(1, _BLOCK_ELEMENTS // max(1, vocabulary))

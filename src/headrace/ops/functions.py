@@ -277,6 +277,21 @@ def linear_cross_entropy(
         ValueError: shapes or dtypes do not fit, or an argument is out of range.
     """
     hidden, weight = _autocast(hidden, weight)
+    check_cross_entropy(hidden, weight, targets, temperature, chunk_elements)
+    with _without_autocast(hidden):
+        return _resolve("linear_cross_entropy", hidden)(
+            hidden, weight, targets, temperature=temperature, chunk_elements=chunk_elements
+        )
+
+
+def check_cross_entropy(
+    hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, chunk_elements: int
+) -> None:
+    """Check what `linear_cross_entropy` is given.
+
+    Raises:
+        ValueError: see there.
+    """
     if (
         not hidden.dim() == weight.dim() == 2
         or hidden.shape[1] != weight.shape[1]
@@ -291,10 +306,6 @@ def linear_cross_entropy(
     if targets.dtype != torch.int64:
         raise ValueError(f"targets are {targets.dtype}, not int64")
     _check_range("targets", targets, 0, weight.shape[0])
-    with _without_autocast(hidden):
-        return _resolve("linear_cross_entropy", hidden)(
-            hidden, weight, targets, temperature=temperature, chunk_elements=chunk_elements
-        )
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
