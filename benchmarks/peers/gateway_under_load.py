@@ -17,7 +17,7 @@ from agent_text import AgentText
 from lines import options, serve
 
 from headrace.engine.config import UpdatePolicy
-from headrace.engine.remote import HeadraceEngine
+from headrace.engine.servers.remote import HeadraceEngine
 from headrace.engine.types import GenerationRequest, GenerationResult, OnProgress
 from headrace.gateway import openai_chat
 from headrace.gateway.gateway import Gateway

@@ -13,9 +13,9 @@ from rich.console import Console
 from rich.markup import escape
 
 from headrace.cluster.local import available_cores
-from headrace.engine.app import create_engine_app
 from headrace.engine.config import EngineConfig
-from headrace.engine.doorway import Limits
+from headrace.engine.serving.app import create_engine_app
+from headrace.engine.serving.doorway import Limits
 from headrace.errors import UserError
 from headrace.http_server import HttpServer, is_loopback
 from headrace.model.config import ModelConfig

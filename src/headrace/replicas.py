@@ -15,7 +15,7 @@ import msgspec
 from headrace.cluster.local import LocalCluster
 from headrace.engine.client import ProcessEngine
 from headrace.engine.config import EngineConfig, UpdatePolicy
-from headrace.engine.http_engine import HttpEngine
+from headrace.engine.servers.engine import HttpEngine
 from headrace.engine.types import (
     EngineClient,
     EngineError,

@@ -17,11 +17,11 @@ import msgspec
 
 from headrace.cluster.local import available_cores
 from headrace.engine.config import EngineConfig
-from headrace.engine.http_engine import HttpEngine
-from headrace.engine.server_commands import sglang_command, vllm_command, vllm_environment
-from headrace.engine.server_process import ServerProcess, free_port
-from headrace.engine.sglang import SglangEngine
-from headrace.engine.vllm import VllmEngine
+from headrace.engine.servers.commands import sglang_command, vllm_command, vllm_environment
+from headrace.engine.servers.engine import HttpEngine
+from headrace.engine.servers.process import ServerProcess, free_port
+from headrace.engine.servers.sglang import SglangEngine
+from headrace.engine.servers.vllm import VllmEngine
 from headrace.errors import UserError
 from headrace.model.config import ModelConfig
 from headrace.replicas import ServedEngine, open_embedded, open_servers, share_cores

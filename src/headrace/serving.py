@@ -14,8 +14,8 @@ from typing import Any
 from rich.console import Console
 from rich.markup import escape
 
-from headrace.engine import constrained
-from headrace.engine.http_engine import HttpEngine
+from headrace.engine.sampling import constrained
+from headrace.engine.servers.engine import HttpEngine
 from headrace.errors import UserError
 from headrace.gateway.gateway import Gateway
 from headrace.gateway.server import GatewayServer

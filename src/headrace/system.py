@@ -13,7 +13,7 @@ import msgspec
 
 from headrace.cluster.local import LocalCluster, available_cores
 from headrace.cluster.types import Cluster
-from headrace.engine import constrained
+from headrace.engine.sampling import constrained
 from headrace.engine.types import PolicyEngine
 from headrace.engines import NamedModel, Placement, open_models, open_policy
 from headrace.errors import UserError

@@ -18,9 +18,9 @@ from vllm_fake import VllmFake
 from headrace.engine.config import EngineConfig
 from headrace.engine.core import EngineCore
 from headrace.engine.local import LocalEngine
-from headrace.engine.sglang import SglangEngine
+from headrace.engine.servers.sglang import SglangEngine
+from headrace.engine.servers.vllm import VllmEngine
 from headrace.engine.types import EngineClient
-from headrace.engine.vllm import VllmEngine
 from headrace.model.checkpoint import load_checkpoint, save_checkpoint
 
 CONTEXT = 512

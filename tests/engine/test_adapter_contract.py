@@ -12,10 +12,10 @@ import pytest
 from adapter_rigs import MAX_OPEN, VLLM_PYTHON, Rig, rig, save_tiny
 from engine_harness import VOCAB, ask, greedy_reference, logprobs, output
 
-from headrace.engine.server_commands import vllm_command, vllm_environment
-from headrace.engine.server_process import ServerProcess, free_port
+from headrace.engine.servers.commands import vllm_command, vllm_environment
+from headrace.engine.servers.process import ServerProcess, free_port
+from headrace.engine.servers.vllm import VllmEngine
 from headrace.engine.types import EngineError, Progress
-from headrace.engine.vllm import VllmEngine
 from headrace.errors import UserError
 from headrace.model.checkpoint import load_checkpoint
 from headrace.rollout.types import FinishReason

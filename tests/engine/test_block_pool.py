@@ -2,7 +2,7 @@
 
 import pytest
 
-from headrace.engine.blocks import BlockPool
+from headrace.engine.cache.blocks import BlockPool
 
 
 def test_blocks_are_taken_shared_and_given_back() -> None:

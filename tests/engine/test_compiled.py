@@ -23,11 +23,11 @@ from engine_harness import (
 from torch import Tensor
 
 from headrace import ops
+from headrace.engine.cache.grouped import GroupedCache
+from headrace.engine.cache.paged import PagedBatch, block_tables
 from headrace.engine.compiled import CompiledStep, StepBatch, StepBuffers
 from headrace.engine.core import EngineCore
-from headrace.engine.grouped_cache import GroupedCache
 from headrace.engine.packed_model import PackedProducts
-from headrace.engine.paged_cache import PagedBatch, block_tables
 from headrace.engine.plain_step import PlainStep
 from headrace.engine.sequence import Chunk, Sequence
 from headrace.model.decoder import Decoder

@@ -9,9 +9,9 @@ import pytest
 import torch
 from engine_harness import VOCAB, ask, drain, latent_model, output, tiny_model
 
-from headrace.engine import constrained
 from headrace.engine.config import EngineConfig
 from headrace.engine.core import EngineCore
+from headrace.engine.sampling import constrained
 from headrace.engine.types import EngineError, GenerationFailure, GenerationResult, Progress
 from headrace.rollout.types import FinishReason
 

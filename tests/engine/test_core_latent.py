@@ -20,8 +20,8 @@ from engine_harness import (
 from test_core import check_greedy
 from test_sampling import reference
 
+from headrace.engine.cache.latent import LatentCache
 from headrace.engine.core import EngineCore
-from headrace.engine.latent_cache import LatentCache
 from headrace.engine.types import GenerationFailure, GenerationResult, SamplingParams
 from headrace.model.checkpoint import load_checkpoint, save_checkpoint
 from headrace.model.decoder import Decoder

@@ -16,13 +16,13 @@ import pytest
 from fake_engine import FakeEngine
 from prometheus_client.parser import text_string_to_metric_families
 
-from headrace.engine.app import create_engine_app
 from headrace.engine.config import EngineStats
-from headrace.engine.doorway import Limits
-from headrace.engine.event_stream import PendingEvents
-from headrace.engine.metrics import ENGINE_METRICS
+from headrace.engine.serving.app import create_engine_app
+from headrace.engine.serving.doorway import Limits
+from headrace.engine.serving.event_stream import PendingEvents
+from headrace.engine.serving.metrics import ENGINE_METRICS
+from headrace.engine.serving.wire import GenerateAnswer, GenerateBody, Sampling
 from headrace.engine.types import EngineError, Progress, SamplingParams
-from headrace.engine.wire import GenerateAnswer, GenerateBody, Sampling
 from headrace.errors import UserError
 from headrace.http_server import ConnectionLimits, HttpServer
 

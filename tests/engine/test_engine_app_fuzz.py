@@ -12,8 +12,8 @@ from fake_engine import FakeEngine
 from hypothesis import HealthCheck, settings
 from schemathesis.specs.openapi.checks import positive_data_acceptance
 
-from headrace.engine.app import create_engine_app
-from headrace.engine.doorway import Limits
+from headrace.engine.serving.app import create_engine_app
+from headrace.engine.serving.doorway import Limits
 from headrace.http_server import ConnectionLimits, HttpServer
 
 KEY = "fuzz"

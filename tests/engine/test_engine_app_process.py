@@ -14,10 +14,10 @@ import pytest
 from engine_harness import VOCAB, greedy_reference, random_prompt, tiny_model
 
 from headrace.cluster.local import LocalCluster
-from headrace.engine.app import create_engine_app
 from headrace.engine.client import ProcessEngine
 from headrace.engine.config import EngineConfig
-from headrace.engine.doorway import Limits
+from headrace.engine.serving.app import create_engine_app
+from headrace.engine.serving.doorway import Limits
 from headrace.http_server import HttpServer
 from headrace.model.checkpoint import save_checkpoint
 

@@ -23,10 +23,10 @@ import pytest
 from engine_harness import VOCAB, tiny_model
 
 from headrace.cluster.local import LocalCluster
-from headrace.engine.app import create_engine_app
 from headrace.engine.client import ProcessEngine
 from headrace.engine.config import EngineConfig
-from headrace.engine.doorway import Limits
+from headrace.engine.serving.app import create_engine_app
+from headrace.engine.serving.doorway import Limits
 from headrace.http_server import ConnectionLimits, HttpServer
 from headrace.model.checkpoint import save_checkpoint
 

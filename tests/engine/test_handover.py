@@ -20,10 +20,10 @@ from engine_harness import (
     tiny_model,
 )
 
-from headrace.engine import kv_transfer
+from headrace.engine.cache import transfer as kv_transfer
+from headrace.engine.cache.handover import Handover, HandoverFiles
+from headrace.engine.cache.transfer import Adoption
 from headrace.engine.core import EngineCore
-from headrace.engine.handover import Handover, HandoverFiles
-from headrace.engine.kv_transfer import Adoption
 from headrace.engine.types import GenerationResult
 from headrace.errors import UserError
 from headrace.model.checkpoint import save_checkpoint

@@ -5,7 +5,7 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from headrace.engine.idempotency import Replays
+from headrace.engine.serving.idempotency import Replays
 from headrace.engine.types import EngineError
 
 

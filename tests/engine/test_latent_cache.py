@@ -6,9 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from headrace.engine import latent_cache, paged_cache
-from headrace.engine.latent_cache import LatentCache
-from headrace.engine.paged_cache import PagedBatch
+from headrace.engine.cache import latent as latent_cache
+from headrace.engine.cache import paged as paged_cache
+from headrace.engine.cache.latent import LatentCache
+from headrace.engine.cache.paged import PagedBatch
 from headrace.model.attention import IndexQuery, LatentQuery
 from headrace.ops import Layout
 

@@ -9,8 +9,8 @@ import torch
 from engine_harness import ask, drain, greedy_reference, new_core, output, random_prompt, tiny_model
 
 from headrace.engine import plain_step
-from headrace.engine.grouped_cache import GroupedCache
-from headrace.engine.paged_cache import PagedBatch
+from headrace.engine.cache.grouped import GroupedCache
+from headrace.engine.cache.paged import PagedBatch
 from headrace.engine.plain_step import PlainStep
 from headrace.model.decoder import Decoder
 from headrace.ops.native import build

@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.engine.blocks import BlockPool
-from headrace.engine.prefix import PrefixTree
+from headrace.engine.cache.blocks import BlockPool
+from headrace.engine.cache.prefix import PrefixTree
 
 IDS = st.lists(st.integers(0, 1), min_size=1, max_size=11).map(tuple)
 

@@ -8,7 +8,7 @@ import httpx
 import pytest
 from engine_harness import ask
 
-from headrace.engine.remote import HeadraceEngine
+from headrace.engine.servers.remote import HeadraceEngine
 from headrace.engine.types import EngineError, Progress
 from headrace.errors import UserError
 from headrace.rollout.types import FinishReason, Span

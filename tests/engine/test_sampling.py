@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from headrace.engine.sampling import SamplingBatch, invert_cdf, score_tokens
+from headrace.engine.sampling.batch import SamplingBatch, invert_cdf, score_tokens
 from headrace.engine.types import SamplingParams
 
 

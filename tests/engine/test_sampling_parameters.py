@@ -20,7 +20,7 @@ from transformers.generation.logits_process import (
 )
 
 from headrace.engine.checks import check
-from headrace.engine.sampling import SamplingBatch
+from headrace.engine.sampling.batch import SamplingBatch
 from headrace.engine.types import (
     EngineError,
     GenerationRequest,

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from headrace.engine.blocks import BlockPool
-from headrace.engine.prefix import PrefixTree
+from headrace.engine.cache.blocks import BlockPool
+from headrace.engine.cache.prefix import PrefixTree
 from headrace.engine.scheduler import FairShare, Scheduler
 from headrace.engine.sequence import Chunk, Plan, Sequence
 from headrace.engine.types import EngineError

@@ -13,8 +13,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from headrace.engine.blocks import BlockPool
-from headrace.engine.prefix import PrefixTree
+from headrace.engine.cache.blocks import BlockPool
+from headrace.engine.cache.prefix import PrefixTree
 from headrace.engine.scheduler import Scheduler
 from headrace.engine.sequence import Sequence
 from headrace.engine.types import EngineError

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from headrace.engine.seeds import Lane, derive_seed, uniform
+from headrace.engine.sampling.seeds import Lane, derive_seed, uniform
 
 
 def test_uniform_covers_the_unit_interval_and_neighbouring_seeds_are_unrelated() -> None:

@@ -16,7 +16,7 @@ from tokenizers import Tokenizer
 from toy_server import until
 from vllm_fake import VllmFake
 
-from headrace.engine.http_engine import HttpEngine
+from headrace.engine.servers.engine import HttpEngine
 from headrace.engine.types import EngineError, GenerationRequest, SamplingParams
 from headrace.model.checkpoint import save_checkpoint
 from headrace.rollout.types import FinishReason

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from headrace.engine.server_process import ServerProcess
+from headrace.engine.servers.process import ServerProcess
 from headrace.errors import UserError
 
 SERVER = """
@@ -161,7 +161,7 @@ def test_a_killed_owner_leaves_nothing_behind(tmp_path):
     program = """
 import asyncio, sys
 from pathlib import Path
-from headrace.engine.server_process import ServerProcess
+from headrace.engine.servers.process import ServerProcess
 async def main():
     folder = Path(sys.argv[1])
     server = ServerProcess("toy", sys.argv[2:], environment={}, log_path=folder / "log")

@@ -7,7 +7,7 @@ import pytest
 from engine_harness import ask, drain, greedy_reference, new_core, output, random_prompt, tiny_model
 
 from headrace.engine.local import LocalEngine
-from headrace.engine.seeds import derive_seed
+from headrace.engine.sampling.seeds import derive_seed
 from headrace.engine.several import expand, generate_several
 from headrace.engine.types import EngineError, Progress
 

@@ -10,7 +10,7 @@ from engine_harness import VOCAB, ask, output
 from sglang_fake import SglangFake
 from toy_server import until
 
-from headrace.engine.sglang import SglangEngine
+from headrace.engine.servers.sglang import SglangEngine
 from headrace.engine.types import EngineError
 from headrace.rollout.types import FinishReason
 

@@ -7,7 +7,7 @@ import torch
 from engine_harness import ask, drain, full_logits, latent_model, new_core, output
 
 from headrace.engine import core as core_module
-from headrace.engine.sampling import SEED_MASK, SamplingBatch
+from headrace.engine.sampling.batch import SEED_MASK, SamplingBatch
 from headrace.engine.speculation import matching_prefix
 from headrace.engine.types import SamplingParams
 from headrace.model.config import MtpConfig

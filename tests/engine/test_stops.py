@@ -21,7 +21,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.engine.core import EngineCore
-from headrace.engine.stops import StopMatcher
+from headrace.engine.sampling.stops import StopMatcher
 from headrace.engine.types import EngineError, GenerationRequest, GenerationResult
 from headrace.errors import UserError
 from headrace.model.checkpoint import save_checkpoint

@@ -22,7 +22,7 @@ from engine_harness import (
 )
 
 from headrace.engine.core import EngineCore
-from headrace.engine.sampling import SamplingBatch
+from headrace.engine.sampling.batch import SamplingBatch
 from headrace.engine.types import GenerationResult, SamplingParams
 from headrace.model.checkpoint import load_checkpoint
 from headrace.model.decoder import Decoder

@@ -11,8 +11,8 @@ from engine_harness import VOCAB, ask, output
 from toy_server import until
 from vllm_fake import VllmFake
 
+from headrace.engine.servers.vllm import VllmEngine
 from headrace.engine.types import EngineError
-from headrace.engine.vllm import VllmEngine
 from headrace.errors import UserError
 from headrace.rollout.types import FinishReason
 

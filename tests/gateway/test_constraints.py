@@ -11,10 +11,10 @@ from openai import AsyncOpenAI
 from pydantic import BaseModel, Field
 from scripted import BASH, ScriptedEngine, answers, chatml_tokenizer, merged_tokenizer
 
-from headrace.engine import constrained
 from headrace.engine.config import EngineConfig
 from headrace.engine.core import EngineCore
 from headrace.engine.local import LocalEngine
+from headrace.engine.sampling import constrained
 from headrace.gateway.gateway import Gateway
 from headrace.gateway.server import GatewayServer
 from headrace.gateway.turn import ApiError

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from scripted import chatml_tokenizer, merged_tokenizer
 
-from headrace.engine import constrained
-from headrace.engine.constrained import Grammars, GrammarState
+from headrace.engine.sampling import constrained
+from headrace.engine.sampling.constrained import Grammars, GrammarState
 from headrace.engine.types import SamplingParams
 from headrace.tokens.chatml import TemplateRenderer
 from headrace.tokens.compact import CompactRenderer

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from headrace.engine.stops import stop_problems
+from headrace.engine.sampling.stops import stop_problems
 from headrace.engine.types import EngineError, GenerationRequest, SamplingParams
 
 MAX_ALTERNATIVES = 20

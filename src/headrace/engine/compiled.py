@@ -15,9 +15,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from headrace.engine.grouped_cache import GroupedCache
+from headrace.engine.cache.grouped import GroupedCache
+from headrace.engine.cache.paged import PagedBatch, PagedCache
 from headrace.engine.packed_model import PackedLinear, PackedProducts
-from headrace.engine.paged_cache import PagedBatch, PagedCache
 from headrace.engine.sequence import Chunk
 from headrace.model.attention import GroupedQueryAttention
 from headrace.model.block import Block

@@ -25,26 +25,26 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from headrace.engine.blocks import BlockPool
+from headrace.engine.cache.blocks import BlockPool
+from headrace.engine.cache.grouped import GroupedCache
+from headrace.engine.cache.latent import HeadProducts, LatentCache
+from headrace.engine.cache.paged import PagedBatch, PagedCache, block_tables
+from headrace.engine.cache.prefix import PrefixTree
+from headrace.engine.cache.transfer import Handovers
 from headrace.engine.checks import check
 from headrace.engine.compiled import CompiledStep, StepBuffers
 from headrace.engine.config import EngineConfig, EngineStats, UpdatePolicy
-from headrace.engine.constrained import Grammars
 from headrace.engine.drafting import Computed, Drafter
-from headrace.engine.draws import Draws
-from headrace.engine.grouped_cache import GroupedCache
-from headrace.engine.kv_transfer import Handovers
-from headrace.engine.latent_cache import HeadProducts, LatentCache
 from headrace.engine.live import Live, Row
 from headrace.engine.pacing import Pacer
 from headrace.engine.packed_model import PackedProducts
-from headrace.engine.paged_cache import PagedBatch, PagedCache, block_tables
 from headrace.engine.plain_step import PlainStep
-from headrace.engine.prefix import PrefixTree
+from headrace.engine.sampling.constrained import Grammars
+from headrace.engine.sampling.draws import Draws
+from headrace.engine.sampling.stops import Pieces, StopTexts
 from headrace.engine.scheduler import Scheduler
 from headrace.engine.sequence import Chunk, Sequence
 from headrace.engine.speculation import matching_prefix
-from headrace.engine.stops import Pieces, StopTexts
 from headrace.engine.types import (
     EngineError,
     GenerationFailure,

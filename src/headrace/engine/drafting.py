@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from headrace.engine.paged_cache import PagedBatch, PagedCache, block_tables
+from headrace.engine.cache.paged import PagedBatch, PagedCache, block_tables
 from headrace.engine.sequence import Sequence
 from headrace.model.decoder import Decoder
 

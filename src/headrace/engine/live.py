@@ -4,10 +4,10 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from headrace.engine.constrained import GrammarState, Mask
-from headrace.engine.sampling import score_tokens
+from headrace.engine.sampling.batch import score_tokens
+from headrace.engine.sampling.constrained import GrammarState, Mask
+from headrace.engine.sampling.stops import StopMatcher
 from headrace.engine.sequence import Sequence
-from headrace.engine.stops import StopMatcher
 from headrace.engine.types import (
     Alternatives,
     GenerationRequest,

@@ -22,8 +22,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from headrace.engine.grouped_cache import GroupedCache
-from headrace.engine.paged_cache import PagedCache
+from headrace.engine.cache.grouped import GroupedCache
+from headrace.engine.cache.paged import PagedCache
 from headrace.model.decoder import Decoder
 from headrace.ops.pages import LargePages
 

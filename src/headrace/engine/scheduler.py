@@ -15,8 +15,8 @@ from heapq import heapify, heappop
 
 import numpy as np
 
-from headrace.engine.blocks import BlockPool
-from headrace.engine.prefix import PrefixTree
+from headrace.engine.cache.blocks import BlockPool
+from headrace.engine.cache.prefix import PrefixTree
 from headrace.engine.sequence import Chunk, Copy, Plan, Sequence
 from headrace.engine.types import EngineError
 

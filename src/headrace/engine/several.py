@@ -9,7 +9,7 @@ import secrets
 
 import msgspec
 
-from headrace.engine.seeds import derive_seed
+from headrace.engine.sampling.seeds import derive_seed
 from headrace.engine.types import (
     EngineClient,
     EngineError,

@@ -17,9 +17,9 @@ from typing import Any, Protocol
 
 import msgspec
 
+from headrace.engine.cache.handover import HandoverFiles, Prefilled
 from headrace.engine.client import ANSWER_GRACE_S
 from headrace.engine.config import UpdatePolicy
-from headrace.engine.handover import HandoverFiles, Prefilled
 from headrace.engine.types import (
     EngineError,
     GenerationRequest,

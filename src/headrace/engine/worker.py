@@ -17,10 +17,10 @@ import torch
 
 from headrace import ops
 from headrace.cluster.types import Request
+from headrace.engine.cache.handover import Handover, Prefilled
+from headrace.engine.cache.transfer import Adoption
 from headrace.engine.config import USER_ERROR, EngineConfig
 from headrace.engine.core import EngineCore
-from headrace.engine.handover import Handover, Prefilled
-from headrace.engine.kv_transfer import Adoption
 from headrace.engine.types import (
     EngineError,
     GenerationFailure,

@@ -2,7 +2,7 @@
 
 import msgspec
 
-from headrace.engine.seeds import derive_seed
+from headrace.engine.sampling.seeds import derive_seed
 from headrace.engine.types import SamplingParams
 from headrace.gateway.constraints import grammar_of
 from headrace.gateway.request import ClientRequest, Prompt

@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 import msgspec
 
 from headrace.engine.checks import LEAST_TEMPERATURE, MAX_ALTERNATIVES, MAX_BIAS, RANGES, Range
-from headrace.engine.stops import stop_problems
+from headrace.engine.sampling.stops import stop_problems
 from headrace.tokens.messages import Message, check_tools, normalise
 
 MAX_SAMPLES = 64

@@ -3,7 +3,7 @@
 Both work through a row of logits without keeping its softmax: a vocabulary is wide, and a decoding
 step would otherwise read and write every probability several times to use one of them. A row's
 results depend on that row alone, bit for bit: not on its neighbours or on threads. They know
-nothing of filters and penalties, which `headrace.engine.sampling` applies before or instead.
+nothing of filters and penalties, which `headrace.engine.sampling.batch` applies before or instead.
 """
 
 from typing import NamedTuple

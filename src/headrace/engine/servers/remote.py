@@ -12,8 +12,8 @@ import httpx
 import msgspec
 
 from headrace.engine.config import USER_ERROR, UpdatePolicy
-from headrace.engine.http_engine import Answer, HttpEngine
-from headrace.engine.http_updates import LOAD_TIMEOUT_S
+from headrace.engine.servers.engine import Answer, HttpEngine
+from headrace.engine.servers.updates import LOAD_TIMEOUT_S
 from headrace.engine.types import EngineError, GenerationRequest, OnProgress, Progress
 from headrace.errors import UserError
 from headrace.rollout.types import FinishReason, Span

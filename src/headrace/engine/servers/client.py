@@ -11,7 +11,7 @@ import httpx
 import msgspec
 
 from headrace.engine.config import USER_ERROR
-from headrace.engine.server_process import ServerProcess
+from headrace.engine.servers.process import ServerProcess
 from headrace.engine.types import EngineError
 from headrace.errors import UserError
 from headrace.http_client import HttpClient

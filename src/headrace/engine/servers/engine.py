@@ -19,10 +19,10 @@ import httpx
 
 from headrace.engine.checks import check
 from headrace.engine.config import UpdatePolicy
-from headrace.engine.http_client import ServerClient
-from headrace.engine.served_checkpoint import ServedCheckpoint
-from headrace.engine.server_answer import NOTHING, Answer
-from headrace.engine.server_process import ServerProcess
+from headrace.engine.servers.answer import NOTHING, Answer
+from headrace.engine.servers.checkpoint import ServedCheckpoint
+from headrace.engine.servers.client import ServerClient
+from headrace.engine.servers.process import ServerProcess
 from headrace.engine.types import (
     EngineError,
     GenerationRequest,

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from headrace.engine.paged_cache import PagedBatch, PagedCache
+from headrace.engine.cache.paged import PagedBatch, PagedCache
 from headrace.ops import paged_attention
 from headrace.ops.pages import LargePages
 

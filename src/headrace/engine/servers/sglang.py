@@ -14,9 +14,9 @@ from typing import Any
 import msgspec
 
 from headrace.engine.config import UpdatePolicy
-from headrace.engine.http_updates import LOAD_TIMEOUT_S, PausingEngine
-from headrace.engine.served_checkpoint import ServedCheckpoint
-from headrace.engine.server_answer import Answer, samples_raw
+from headrace.engine.servers.answer import Answer, samples_raw
+from headrace.engine.servers.checkpoint import ServedCheckpoint
+from headrace.engine.servers.updates import LOAD_TIMEOUT_S, PausingEngine
 from headrace.engine.types import (
     Alternatives,
     EngineError,

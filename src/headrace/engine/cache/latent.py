@@ -14,7 +14,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from headrace.engine.paged_cache import PagedBatch, PagedCache
+from headrace.engine.cache.paged import PagedBatch, PagedCache
 from headrace.model.attention import LatentQuery
 from headrace.ops import Layout, dense_attention, select_topk, sparse_latent_attention
 from headrace.ops.pages import LargePages

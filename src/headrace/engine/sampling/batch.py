@@ -21,8 +21,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from headrace.engine.adjustments import Allowed, HeldStops, LogitBias, Penalties
-from headrace.engine.seeds import SEED_MASK, Lane, numbers, streams
+from headrace.engine.sampling.adjustments import Allowed, HeldStops, LogitBias, Penalties
+from headrace.engine.sampling.seeds import SEED_MASK, Lane, numbers, streams
 from headrace.engine.types import Alternatives, SamplingParams
 from headrace.ops import draw_tokens, token_logprobs
 

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from headrace.engine.stops import Pieces
+from headrace.engine.sampling.stops import Pieces
 from headrace.engine.types import EngineError, SamplingParams
 from headrace.errors import UserError
 

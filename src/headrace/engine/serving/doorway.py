@@ -14,9 +14,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from headrace.engine.metrics import HttpMetrics
+from headrace.engine.serving.metrics import HttpMetrics
+from headrace.engine.serving.wire import ErrorAnswer, Problem
 from headrace.engine.types import EngineError
-from headrace.engine.wire import ErrorAnswer, Problem
 
 PUBLIC = frozenset({"/health", "/metrics"})
 """Answered without a key: probes and scrapers have none."""

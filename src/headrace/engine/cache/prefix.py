@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from headrace.engine.blocks import BlockPool
+from headrace.engine.cache.blocks import BlockPool
 
 _ID_BYTES = 4
 

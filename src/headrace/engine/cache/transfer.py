@@ -13,11 +13,11 @@ from pathlib import Path
 import numpy as np
 from torch import Tensor
 
-from headrace.engine.blocks import BlockPool
+from headrace.engine.cache.blocks import BlockPool
+from headrace.engine.cache.handover import Handover, Piece
+from headrace.engine.cache.paged import PagedCache
+from headrace.engine.cache.prefix import PrefixTree
 from headrace.engine.config import EngineStats
-from headrace.engine.handover import Handover, Piece
-from headrace.engine.paged_cache import PagedCache
-from headrace.engine.prefix import PrefixTree
 from headrace.engine.sequence import Tokens
 from headrace.engine.types import EngineError
 from headrace.model.shared_weights import checksum

@@ -25,21 +25,12 @@ from starlette.routing import Route
 
 from headrace import __version__
 from headrace.engine.config import USER_ERROR
-from headrace.engine.doorway import PUBLIC, Doorway, Limits, Refusal, read_json
-from headrace.engine.event_stream import MEDIA_TYPE, EventStream, OnOutput, unless_gone
-from headrace.engine.idempotency import Replays
-from headrace.engine.metrics import CONTENT_TYPE, HttpMetrics
 from headrace.engine.pulse import Pulse
-from headrace.engine.several import generate_several
-from headrace.engine.types import (
-    EngineClient,
-    EngineError,
-    GenerationRequest,
-    GenerationResult,
-    OnProgress,
-    Progress,
-)
-from headrace.engine.wire import (
+from headrace.engine.serving.doorway import PUBLIC, Doorway, Limits, Refusal, read_json
+from headrace.engine.serving.event_stream import MEDIA_TYPE, EventStream, OnOutput, unless_gone
+from headrace.engine.serving.idempotency import Replays
+from headrace.engine.serving.metrics import CONTENT_TYPE, HttpMetrics
+from headrace.engine.serving.wire import (
     BODIES,
     EVENTS,
     AbortAnswer,
@@ -53,6 +44,15 @@ from headrace.engine.wire import (
     answer,
     describe,
     is_unreadable,
+)
+from headrace.engine.several import generate_several
+from headrace.engine.types import (
+    EngineClient,
+    EngineError,
+    GenerationRequest,
+    GenerationResult,
+    OnProgress,
+    Progress,
 )
 from headrace.errors import UserError
 

@@ -8,10 +8,10 @@ from collections.abc import Iterator
 
 from torch import Tensor
 
-from headrace.engine.adjustments import Allowed
-from headrace.engine.constrained import Mask
 from headrace.engine.live import Live, Row
-from headrace.engine.sampling import SamplingBatch
+from headrace.engine.sampling.adjustments import Allowed
+from headrace.engine.sampling.batch import SamplingBatch
+from headrace.engine.sampling.constrained import Mask
 
 
 class Draws:

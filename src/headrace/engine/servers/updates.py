@@ -11,8 +11,8 @@ from abc import abstractmethod
 from typing import NoReturn, get_args
 
 from headrace.engine.config import UpdatePolicy
-from headrace.engine.http_engine import HttpEngine
-from headrace.engine.served_checkpoint import ServedCheckpoint
+from headrace.engine.servers.checkpoint import ServedCheckpoint
+from headrace.engine.servers.engine import HttpEngine
 from headrace.engine.types import EngineError
 
 LOAD_TIMEOUT_S = 600.0

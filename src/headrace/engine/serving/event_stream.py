@@ -13,8 +13,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from headrace.engine.serving.wire import RestartEvent, TokenEvent, finite
 from headrace.engine.types import Progress
-from headrace.engine.wire import RestartEvent, TokenEvent, finite
 
 MEDIA_TYPE = "text/event-stream"
 _LET_GO_S = 90.0

@@ -1,0 +1,1 @@
+"""Inference servers (vLLM, SGLang, other headrace engines) as engines, over HTTP."""

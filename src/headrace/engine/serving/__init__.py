@@ -1,0 +1,1 @@
+"""The engine's own HTTP surface: tokens in, tokens out, weights, metrics."""
