@@ -26,7 +26,7 @@ import uvloop
 
 from headrace.cluster.local import LocalCluster
 from headrace.recipe import AgenticRlStage, Recipe
-from headrace.rollout.ledger import Ledger
+from headrace.rollout.record.ledger import Ledger
 from headrace.rollout.types import Outcome
 from headrace.stages.agentic_rl import run_agentic_rl
 from headrace.stages.context import StageContext, next_version

@@ -36,7 +36,7 @@ import msgspec
 import uvloop
 
 from headrace.recipe import AgenticRlStage, Recipe
-from headrace.rollout.ledger import Ledger
+from headrace.rollout.record.ledger import Ledger
 from headrace.stages.agentic_rl import run_agentic_rl
 from headrace.stages.context import StageContext
 from report import fill_sizes, new_parser, print_report

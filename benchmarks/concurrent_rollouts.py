@@ -40,10 +40,10 @@ from headrace.engine.config import UpdatePolicy
 from headrace.engine.types import GenerationRequest, GenerationResult, OnProgress
 from headrace.gateway.gateway import Gateway
 from headrace.gateway.server import GatewayServer
-from headrace.http_server import ConnectionLimits
-from headrace.rollout.ledger import Ledger
-from headrace.rollout.mixing import TaskMix, TaskShare
+from headrace.http.server import ConnectionLimits
+from headrace.rollout.choosing.mixing import TaskMix, TaskShare
 from headrace.rollout.orchestrator import RolloutSource
+from headrace.rollout.record.ledger import Ledger
 from headrace.rollout.runner import RolloutRunner
 from headrace.rollout.source_config import SourceConfig
 from headrace.rollout.types import FinishReason, Outcome, Span

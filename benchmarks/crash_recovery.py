@@ -24,9 +24,9 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
-from headrace.rollout.audit import audit
-from headrace.rollout.reading import LedgerReader, ledger_file
-from headrace.rollout.trained import trained_trajectories
+from headrace.rollout.record.audit import audit
+from headrace.rollout.record.reading import LedgerReader, ledger_file
+from headrace.rollout.record.trained import trained_trajectories
 from report import fill_sizes, new_parser, print_report
 
 STAGE = "rl"

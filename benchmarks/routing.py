@@ -34,8 +34,8 @@ from headrace.engine.types import EngineClient, GenerationRequest, SamplingParam
 from headrace.model.checkpoint import save_checkpoint
 from headrace.model.config import ModelConfig
 from headrace.model.decoder import Decoder
-from headrace.rollout.replica import StartReplica, Weights
-from headrace.rollout.router import Router
+from headrace.rollout.replicas.replica import StartReplica, Weights
+from headrace.rollout.replicas.router import Router
 from report import fill_sizes, new_parser, print_report
 
 VOCAB = 4096

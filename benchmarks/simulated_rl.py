@@ -16,7 +16,7 @@ import msgspec
 
 from headrace.cluster.types import Cluster, OnPart, WorkerSpec
 from headrace.engines import Placement
-from headrace.rollout.ledger import Ledger
+from headrace.rollout.record.ledger import Ledger
 from headrace.rollout.runner import RolloutRunner
 from headrace.rollout.types import Call, FinishReason, Outcome, ParseState, SessionLimits, Span
 from headrace.system import System

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from headrace.rollout.audit import audit
-from headrace.rollout.ledger import Ledger
+from headrace.rollout.record.audit import audit
+from headrace.rollout.record.ledger import Ledger
 from headrace.rollout.types import Outcome
 
 UPDATES, INSTANCES = 6, 4

@@ -8,9 +8,9 @@ import pytest
 
 from headrace.errors import UserError
 from headrace.recipe import AgenticRlStage
-from headrace.rollout.audit import audit
 from headrace.rollout.groups import ScoredRollout, judged
-from headrace.rollout.ledger import Ledger
+from headrace.rollout.record.audit import audit
+from headrace.rollout.record.ledger import Ledger
 from headrace.rollout.segments import segments
 from headrace.rollout.types import DropReason, Outcome
 from headrace.run import run_recipe

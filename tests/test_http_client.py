@@ -8,7 +8,7 @@ import httpx
 import pytest
 import uvloop
 
-from headrace.http_client import HttpClient
+from headrace.http.client import HttpClient
 
 
 @pytest.mark.parametrize("raised", [AttributeError("None has no address"), RuntimeError("closed")])

@@ -14,7 +14,7 @@ from starlette.types import Receive, Scope, Send
 from uvicorn.server import ServerState
 
 from headrace.errors import UserError
-from headrace.http_server import ConnectionLimits, HttpServer, _Connection
+from headrace.http.server import ConnectionLimits, HttpServer, _Connection
 
 LARGE = 8 * 1024 * 1024
 

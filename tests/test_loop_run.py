@@ -13,8 +13,8 @@ from safetensors.torch import load_file
 
 import loop_run
 from headrace.observe.runs import open_run
-from headrace.rollout.audit import audit
-from headrace.rollout.ledger import Ledger
+from headrace.rollout.record.audit import audit
+from headrace.rollout.record.ledger import Ledger
 from headrace.rollout.segments import segments
 from headrace.rollout.types import DropReason, Outcome
 from headrace.run import run_recipe

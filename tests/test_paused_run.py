@@ -9,9 +9,9 @@ import pytest
 from headrace.cli import main
 from headrace.errors import RunPaused
 from headrace.recipe import Recipe
-from headrace.rollout.audit import audit
-from headrace.rollout.ledger import Ledger
-from headrace.rollout.reasons import FailureReason
+from headrace.rollout.failures.reasons import FailureReason
+from headrace.rollout.record.audit import audit
+from headrace.rollout.record.ledger import Ledger
 from headrace.rollout.segments import segments
 from headrace.rollout.types import Outcome
 from headrace.run import run_recipe

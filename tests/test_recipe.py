@@ -15,7 +15,7 @@ from headrace.recipe import (
     share_limits,
     tables_in,
 )
-from headrace.rollout.curriculum import CurriculumConfig
+from headrace.rollout.choosing.curriculum import CurriculumConfig
 from headrace.training.reinforced import RlConfig
 
 MINIMAL = {

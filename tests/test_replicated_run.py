@@ -16,9 +16,9 @@ from openai import AsyncOpenAI, NotFoundError
 from headrace import run as run_module
 from headrace import system as system_module
 from headrace.engine.scoring import score_tokens
-from headrace.rollout.audit import audit
-from headrace.rollout.ledger import Ledger
-from headrace.rollout.router import Router
+from headrace.rollout.record.audit import audit
+from headrace.rollout.record.ledger import Ledger
+from headrace.rollout.replicas.router import Router
 from headrace.rollout.segments import segments
 from headrace.rollout.types import DropReason, Outcome
 from headrace.run import run_recipe

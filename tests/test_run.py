@@ -13,11 +13,11 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from headrace.rollout.audit import audit
-from headrace.rollout.curriculum import choices_key, difficulty_key
-from headrace.rollout.difficulty import DifficultyState
-from headrace.rollout.ledger import Ledger
-from headrace.rollout.sharing import cursor_key
+from headrace.rollout.choosing.curriculum import choices_key, difficulty_key
+from headrace.rollout.choosing.difficulty import DifficultyState
+from headrace.rollout.choosing.sharing import cursor_key
+from headrace.rollout.record.audit import audit
+from headrace.rollout.record.ledger import Ledger
 from headrace.rollout.types import Outcome
 from headrace.sandbox import probe
 

@@ -11,7 +11,7 @@ from headrace.engine.client import ProcessEngine
 from headrace.engine.split import SplitEngine
 from headrace.errors import UserError
 from headrace.recipe import Recipe
-from headrace.rollout.router import Router
+from headrace.rollout.replicas.router import Router
 from headrace.run import plan
 
 LLAMA = {

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 import task_outages
-from headrace.rollout.pausing import TaskPauses
+from headrace.rollout.choosing.pausing import TaskPauses
 from headrace.run import run_recipe
 from small_runs import small_checkpoint, small_recipe
 

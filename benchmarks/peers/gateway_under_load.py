@@ -19,9 +19,9 @@ from lines import options, serve
 from headrace.engine.config import UpdatePolicy
 from headrace.engine.servers.remote import HeadraceEngine
 from headrace.engine.types import GenerationRequest, GenerationResult, OnProgress
-from headrace.gateway import openai_chat
+from headrace.gateway.apis import openai_chat
+from headrace.gateway.apis.openai_chat import WireChatRequest
 from headrace.gateway.gateway import Gateway
-from headrace.gateway.openai_chat import WireChatRequest
 from headrace.gateway.server import GatewayServer
 from headrace.gateway.sessions import Credentials
 from headrace.gateway.turn import decode

@@ -7,7 +7,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.markup import escape
 
-from headrace.http_server import ConnectionLimits, HttpServer
+from headrace.http.server import ConnectionLimits, HttpServer
 from headrace.observe.dashboard.app import Desk, create_app
 from headrace.observe.dashboard.source import RunSource
 from headrace.serving import cancel_on_signals

@@ -17,7 +17,7 @@ from headrace.engine.config import EngineConfig
 from headrace.engine.serving.app import create_engine_app
 from headrace.engine.serving.doorway import Limits
 from headrace.errors import UserError
-from headrace.http_server import HttpServer, is_loopback
+from headrace.http.server import HttpServer, is_loopback
 from headrace.model.config import ModelConfig
 from headrace.replicas import ReplicatedEngine, open_embedded, share_cores
 from headrace.served_engine import DECODE_SLOWDOWN

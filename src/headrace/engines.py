@@ -20,9 +20,9 @@ from headrace.engine.types import EngineClient, EngineError, PolicyEngine
 from headrace.errors import UserError
 from headrace.model.config import ModelConfig
 from headrace.recipe import NamedModelTable, Recipe
-from headrace.rollout.health import HealthPolicy
-from headrace.rollout.replica import Weights
-from headrace.rollout.router import Router
+from headrace.rollout.replicas.health import HealthPolicy
+from headrace.rollout.replicas.replica import Weights
+from headrace.rollout.replicas.router import Router
 from headrace.tokens.renderer import ChatRenderer, create_renderer
 
 HEALTH = HealthPolicy(beat_timeout_s=10.0, stuck_s=120.0)

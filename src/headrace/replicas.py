@@ -25,10 +25,10 @@ from headrace.engine.types import (
 )
 from headrace.engines import HEALTH, divide
 from headrace.errors import UserError
-from headrace.rollout.affinity import PromptAffinity
-from headrace.rollout.health import HealthPolicy
-from headrace.rollout.replica import StartReplica, Weights
-from headrace.rollout.router import Router
+from headrace.rollout.replicas.affinity import PromptAffinity
+from headrace.rollout.replicas.health import HealthPolicy
+from headrace.rollout.replicas.replica import StartReplica, Weights
+from headrace.rollout.replicas.router import Router
 
 _Started = TypeVar("_Started", ProcessEngine, HttpEngine)
 

@@ -35,13 +35,13 @@ from headrace.recipe import (
     SftStage,
     Stage,
 )
-from headrace.rollout.audit import audit
 from headrace.rollout.evaluation import STAGE as EVALUATION_STAGE
 from headrace.rollout.evaluation import evaluate
-from headrace.rollout.ledger import Ledger
-from headrace.rollout.reading import ledger_file
-from headrace.rollout.trips import Trip, paused
-from headrace.rollout.worked import WorkedSeconds
+from headrace.rollout.failures.trips import Trip, paused
+from headrace.rollout.record.audit import audit
+from headrace.rollout.record.ledger import Ledger
+from headrace.rollout.record.reading import ledger_file
+from headrace.rollout.record.worked import WorkedSeconds
 from headrace.stages import StageContext, run_stage
 from headrace.stages.checks import check_recipe
 from headrace.stages.context import next_version, training_folder

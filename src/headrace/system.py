@@ -21,11 +21,11 @@ from headrace.gateway.context import ContextPolicy
 from headrace.gateway.gateway import Gateway
 from headrace.gateway.history import ignore_lines
 from headrace.gateway.server import GatewayServer
-from headrace.http_server import ConnectionLimits
+from headrace.http.server import ConnectionLimits
 from headrace.recipe import AgenticRlStage, Recipe
 from headrace.recipe.tables import GatewayTable
-from headrace.rollout.ledger import Ledger
-from headrace.rollout.router import Router
+from headrace.rollout.record.ledger import Ledger
+from headrace.rollout.replicas.router import Router
 from headrace.rollout.runner import RolloutRunner
 from headrace.rollout.types import SessionLimits
 from headrace.tasks.types import TaskService

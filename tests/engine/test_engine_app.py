@@ -24,7 +24,7 @@ from headrace.engine.serving.metrics import ENGINE_METRICS
 from headrace.engine.serving.wire import GenerateAnswer, GenerateBody, Sampling
 from headrace.engine.types import EngineError, Progress, SamplingParams
 from headrace.errors import UserError
-from headrace.http_server import ConnectionLimits, HttpServer
+from headrace.http.server import ConnectionLimits, HttpServer
 
 ASK = {"prompt_ids": [5, 6, 7], "sampling": {"max_tokens": 4}}
 DOCS = (Path(__file__).parents[2] / "docs" / "serving.md").read_text(encoding="utf-8")

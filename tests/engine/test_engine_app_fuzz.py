@@ -14,7 +14,7 @@ from schemathesis.specs.openapi.checks import positive_data_acceptance
 
 from headrace.engine.serving.app import create_engine_app
 from headrace.engine.serving.doorway import Limits
-from headrace.http_server import ConnectionLimits, HttpServer
+from headrace.http.server import ConnectionLimits, HttpServer
 
 KEY = "fuzz"
 BYTES_SEED = 7

@@ -18,7 +18,7 @@ from headrace.engine.client import ProcessEngine
 from headrace.engine.config import EngineConfig
 from headrace.engine.serving.app import create_engine_app
 from headrace.engine.serving.doorway import Limits
-from headrace.http_server import HttpServer
+from headrace.http.server import HttpServer
 from headrace.model.checkpoint import save_checkpoint
 
 TOKENS = 800

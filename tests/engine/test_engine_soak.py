@@ -27,7 +27,7 @@ from headrace.engine.client import ProcessEngine
 from headrace.engine.config import EngineConfig
 from headrace.engine.serving.app import create_engine_app
 from headrace.engine.serving.doorway import Limits
-from headrace.http_server import ConnectionLimits, HttpServer
+from headrace.http.server import ConnectionLimits, HttpServer
 from headrace.model.checkpoint import save_checkpoint
 
 SHORT_S = float(os.environ.get("HEADRACE_SOAK_S", "60"))

@@ -13,7 +13,7 @@ from headrace.engine.types import (
     Progress,
     SamplingParams,
 )
-from headrace.rollout.resuming import Received
+from headrace.rollout.replicas.resuming import Received
 
 KINDS = {
     "plain": SamplingParams(max_tokens=12, seed=5),

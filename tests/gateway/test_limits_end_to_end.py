@@ -17,8 +17,8 @@ from headrace.gateway.gateway import Gateway
 from headrace.gateway.server import GatewayServer
 from headrace.model.config import ModelConfig
 from headrace.model.decoder import Decoder
-from headrace.rollout.ledger import Ledger
-from headrace.rollout.reasons import FailureReason
+from headrace.rollout.failures.reasons import FailureReason
+from headrace.rollout.record.ledger import Ledger
 from headrace.rollout.runner import RolloutRunner, Ticket
 from headrace.rollout.types import LIMIT_WORDS, Outcome, SessionLimits
 from headrace.tasks.types import Endpoint, RolloutResult, TaskInstance

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scripted import ScriptedEngine, answers, merged_tokenizer
 
-from headrace.gateway import anthropic_messages, openai_items
+from headrace.gateway.apis import anthropic_messages, openai_items
 from headrace.gateway.app import create_app
 from headrace.gateway.gateway import Gateway
 from headrace.gateway.history import History

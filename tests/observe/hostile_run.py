@@ -5,7 +5,7 @@ from pathlib import Path
 
 from synthetic_run import START, RunMaker
 
-from headrace.rollout.ledger import Ledger
+from headrace.rollout.record.ledger import Ledger
 from headrace.rollout.types import Call, FinishReason, Outcome, ParseState, Span
 
 SCRIPT = '<img src=x onerror="window.broken=1"><script>window.broken=1</script></script>'

@@ -10,7 +10,7 @@ from typing import Any
 from headrace.observe.metrics import MetricsWriter
 from headrace.observe.statistics import wilson
 from headrace.observe.summary import write_summary
-from headrace.rollout.ledger import Ledger
+from headrace.rollout.record.ledger import Ledger
 
 START = 1_770_000_000.0
 STAGES = (

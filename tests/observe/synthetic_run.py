@@ -17,8 +17,8 @@ from headrace.observe.metrics import MetricsWriter
 from headrace.observe.statistics import wilson
 from headrace.observe.summary import write_summary
 from headrace.rollout.groups import ScoredRollout, advantages
-from headrace.rollout.ledger import Ledger
-from headrace.rollout.records import Batch, BatchMember
+from headrace.rollout.record.ledger import Ledger
+from headrace.rollout.record.rows import Batch, BatchMember
 from headrace.rollout.types import (
     Call,
     DropReason,

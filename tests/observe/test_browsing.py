@@ -11,9 +11,9 @@ from hostile_run import FORKED
 
 from headrace.errors import UserError
 from headrace.observe.statistics import mean_interval, wilson
-from headrace.rollout.browsing import BrowsingReader, SessionFilter
-from headrace.rollout.failures import reasons_of
-from headrace.rollout.reasons import FailureReason
+from headrace.rollout.failures.reasons import FailureReason
+from headrace.rollout.failures.rules import reasons_of
+from headrace.rollout.record.browsing import BrowsingReader, SessionFilter
 from headrace.rollout.types import DropReason
 
 

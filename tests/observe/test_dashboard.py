@@ -19,7 +19,7 @@ from headrace.observe.dashboard.files import PAGE, SCRIPTS, STYLE
 from headrace.observe.dashboard.source import RunSource
 from headrace.observe.metrics import MetricsWriter
 from headrace.observe.runs import open_run
-from headrace.rollout.ledger import Ledger
+from headrace.rollout.record.ledger import Ledger
 
 Open = Callable[[Path], httpx.AsyncClient]
 

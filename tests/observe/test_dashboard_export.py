@@ -14,7 +14,7 @@ from headrace.cli import main
 from headrace.errors import UserError
 from headrace.observe.dashboard import answers
 from headrace.observe.dashboard.export import export_page
-from headrace.rollout.browsing import BrowsingReader
+from headrace.rollout.record.browsing import BrowsingReader
 
 
 def embedded(page: str) -> Any:

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 from hostile_run import FORKED
 
-from headrace.http_server import HttpServer
+from headrace.http.server import HttpServer
 from headrace.observe.dashboard.app import Desk, create_app
 from headrace.observe.dashboard.export import export_page
 from headrace.observe.dashboard.source import RunSource
 from headrace.observe.metrics import MetricsWriter
-from headrace.rollout.ledger import Ledger
+from headrace.rollout.record.ledger import Ledger
 
 CHROMIUM = (
     shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")

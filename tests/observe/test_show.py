@@ -14,7 +14,7 @@ from headrace.observe.conversation import conversation
 from headrace.observe.show import list_trajectories, show_run, show_trajectory
 from headrace.observe.units import duration, printable, short
 from headrace.observe.vocabulary import Vocabulary
-from headrace.rollout.reading import LedgerReader
+from headrace.rollout.record.reading import LedgerReader
 from headrace.rollout.types import Call, FinishReason, ParseState, Session
 
 

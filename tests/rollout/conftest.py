@@ -2,7 +2,7 @@
 
 import pytest
 
-from headrace.rollout.ledger import Ledger
+from headrace.rollout.record.ledger import Ledger
 
 
 class Clock:

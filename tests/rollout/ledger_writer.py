@@ -14,8 +14,8 @@ from collections import deque
 from pathlib import Path
 
 from headrace.rollout.groups import ScoredRollout, advantages
-from headrace.rollout.ledger import Ledger
-from headrace.rollout.records import TRAIN, Batch, BatchMember
+from headrace.rollout.record.ledger import Ledger
+from headrace.rollout.record.rows import TRAIN, Batch, BatchMember
 from headrace.rollout.staleness import is_stale
 from headrace.rollout.types import Call, DropReason, FinishReason, Outcome, ParseState, Span
 

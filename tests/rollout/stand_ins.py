@@ -10,11 +10,11 @@ from typing import Any
 
 from ledger_writer import make_call
 
-from headrace.rollout.ledger import Ledger
-from headrace.rollout.mixing import TaskMix, TaskShare
+from headrace.rollout.choosing.mixing import TaskMix, TaskShare
+from headrace.rollout.choosing.sharing import cursor_key
 from headrace.rollout.orchestrator import RolloutSource
+from headrace.rollout.record.ledger import Ledger
 from headrace.rollout.runner import RolloutRunner
-from headrace.rollout.sharing import cursor_key
 from headrace.rollout.source_config import SourceConfig
 from headrace.rollout.types import Call, Outcome, Span
 from headrace.tasks.types import Endpoint, RolloutResult, TaskInstance

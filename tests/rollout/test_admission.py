@@ -11,9 +11,9 @@ import msgspec
 import pytest
 from stand_ins import ScriptedGate, ScriptedTask, mix_of
 
-from headrace.rollout.admission import Admission
-from headrace.rollout.ledger import Ledger
+from headrace.rollout.choosing.admission import Admission
 from headrace.rollout.orchestrator import RolloutSource
+from headrace.rollout.record.ledger import Ledger
 from headrace.rollout.runner import RolloutRunner
 from headrace.rollout.source_config import SourceConfig
 from headrace.rollout.types import Outcome

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.rollout.affinity import BLOCK, PromptAffinity
+from headrace.rollout.replicas.affinity import BLOCK, PromptAffinity
 
 
 def blocks(letters: str, more: int = 0) -> list[int]:

@@ -3,7 +3,7 @@
 import pytest
 from ledger_writer import batch, make_call, play
 
-from headrace.rollout.audit import audit
+from headrace.rollout.record.audit import audit
 from headrace.rollout.types import Outcome, Segment, Span
 
 

@@ -25,9 +25,9 @@ from headrace.gateway.turn import ApiError
 from headrace.model.checkpoint import save_checkpoint
 from headrace.model.config import ModelConfig
 from headrace.model.decoder import Decoder
-from headrace.rollout.health import HealthPolicy
-from headrace.rollout.replica import Weights
-from headrace.rollout.router import Router
+from headrace.rollout.replicas.health import HealthPolicy
+from headrace.rollout.replicas.replica import Weights
+from headrace.rollout.replicas.router import Router
 from headrace.rollout.segments import accounting, segments
 from headrace.rollout.types import Call, Outcome, Session
 from headrace.tokens.compact import CompactRenderer

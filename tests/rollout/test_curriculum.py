@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from headrace.rollout.curriculum import (
+from headrace.rollout.choosing.curriculum import (
     MOST_LOOKS,
     MOST_REFUSALS,
     MOST_TRIES,

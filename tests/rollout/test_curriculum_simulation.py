@@ -11,7 +11,7 @@ from random import Random
 
 import pytest
 
-from headrace.rollout.curriculum import Curriculum, CurriculumConfig
+from headrace.rollout.choosing.curriculum import Curriculum, CurriculumConfig
 from headrace.tasks.types import TaskInstance
 
 LEVELS = 6

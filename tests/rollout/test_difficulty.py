@@ -10,7 +10,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from headrace.rollout.difficulty import (
+from headrace.rollout.choosing.difficulty import (
     FIRST_CORRELATION,
     MOST_INSTANCES,
     Beta,

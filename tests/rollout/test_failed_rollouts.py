@@ -6,11 +6,11 @@ from collections.abc import Awaitable, Callable
 import pytest
 from stand_ins import TIMEOUT, ScriptedGate, ScriptedTask, build, runner_of
 
-from headrace.rollout.audit import audit
-from headrace.rollout.failures import FailureRules, Rule
-from headrace.rollout.ledger import Ledger
+from headrace.rollout.failures.reasons import FailureReason
+from headrace.rollout.failures.rules import FailureRules, Rule
 from headrace.rollout.orchestrator import RolloutSource
-from headrace.rollout.reasons import FailureReason
+from headrace.rollout.record.audit import audit
+from headrace.rollout.record.ledger import Ledger
 from headrace.rollout.runner import Ticket
 from headrace.rollout.types import DropReason, Outcome
 from headrace.tasks.types import RolloutResult, TaskInstance

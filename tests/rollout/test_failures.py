@@ -10,8 +10,10 @@ from openai import APIStatusError, APITimeoutError
 from pydantic import ValidationError
 
 from headrace.recipe import AgenticRlStage, FailuresTable, TripwiresTable
-from headrace.rollout.diagnosis import exception_reason, last_words, named
-from headrace.rollout.failures import (
+from headrace.rollout.failures.diagnosis import exception_reason, last_words, named
+from headrace.rollout.failures.reasons import FailureReason, Fault
+from headrace.rollout.failures.retrying import Retries
+from headrace.rollout.failures.rules import (
     LIMIT_REASONS,
     FailureRules,
     Rule,
@@ -20,10 +22,8 @@ from headrace.rollout.failures import (
     end_reason,
     reasons_of,
 )
+from headrace.rollout.failures.tripwires import Thresholds
 from headrace.rollout.groups import ScoredRollout, advantages
-from headrace.rollout.reasons import FailureReason, Fault
-from headrace.rollout.retrying import Retries
-from headrace.rollout.tripwires import Thresholds
 from headrace.rollout.types import (
     LIMIT_WORDS,
     Call,

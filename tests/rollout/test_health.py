@@ -2,7 +2,7 @@
 
 import pytest
 
-from headrace.rollout.health import Fault, Health, HealthPolicy, backoff
+from headrace.rollout.replicas.health import Fault, Health, HealthPolicy, backoff
 
 POLICY = HealthPolicy(missed_beats=3, stuck_s=10.0, errors=3, errors_window_s=5.0)
 

@@ -5,8 +5,8 @@ import asyncio
 import pytest
 from stand_ins import TIMEOUT, ScriptedTask, build, mix_of, settle
 
-from headrace.rollout.ledger import Ledger
-from headrace.rollout.sharing import cursor_key
+from headrace.rollout.choosing.sharing import cursor_key
+from headrace.rollout.record.ledger import Ledger
 from headrace.rollout.types import Outcome
 from headrace.rollout.window import Hold, HoldTimer
 from headrace.tasks.types import RolloutResult

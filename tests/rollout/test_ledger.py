@@ -5,11 +5,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from ledger_writer import batch, make_call, play
 
-from headrace.rollout.audit import audit
 from headrace.rollout.groups import advantages
-from headrace.rollout.ledger import Ledger
-from headrace.rollout.reading import LedgerReader
-from headrace.rollout.records import Conservation, Evaluation
+from headrace.rollout.record.audit import audit
+from headrace.rollout.record.ledger import Ledger
+from headrace.rollout.record.reading import LedgerReader
+from headrace.rollout.record.rows import Conservation, Evaluation
 from headrace.rollout.segments import segments
 from headrace.rollout.types import DropReason, Outcome
 

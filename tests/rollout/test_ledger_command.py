@@ -11,8 +11,8 @@ import pytest
 from ledger_writer import batch, make_call, play
 
 from headrace.cli import main
-from headrace.rollout import evidence
-from headrace.rollout.ledger import Ledger
+from headrace.rollout.record import evidence
+from headrace.rollout.record.ledger import Ledger
 from headrace.rollout.types import DropReason, Outcome
 
 

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from ledger_writer import STAGE, SimulatedRun, act_at_random
 
-from headrace.rollout.audit import audit
-from headrace.rollout.records import TRAIN
+from headrace.rollout.record.audit import audit
+from headrace.rollout.record.rows import TRAIN
 from headrace.rollout.types import Call, DropReason, Outcome
 
 OUTCOMES = st.sampled_from([*Outcome, Outcome.OK, Outcome.OK, Outcome.OK])

@@ -11,11 +11,11 @@ import pytest
 from ledger_writer import batch, make_call, play
 
 from headrace.errors import UserError
-from headrace.rollout.audit import audit
-from headrace.rollout.ledger import Ledger
-from headrace.rollout.reading import LedgerReader
-from headrace.rollout.reasons import FailureReason
-from headrace.rollout.store import SCHEMA_VERSION
+from headrace.rollout.failures.reasons import FailureReason
+from headrace.rollout.record.audit import audit
+from headrace.rollout.record.ledger import Ledger
+from headrace.rollout.record.reading import LedgerReader
+from headrace.rollout.record.store import SCHEMA_VERSION
 from headrace.rollout.types import Outcome
 
 
@@ -28,7 +28,7 @@ def test_a_finished_run_can_be_read_without_write_permission(tmp_path):
         folder.chmod(0o555)
         # In a child, because root may write everywhere and has to become somebody else first.
         code = (
-            "import os, sys; from headrace.rollout.reading import LedgerReader\n"
+            "import os, sys; from headrace.rollout.record.reading import LedgerReader\n"
             "if os.geteuid() == 0: os.setuid(65534)\n"
             "counts = LedgerReader.open(sys.argv[1]).outcome_counts()\n"
             "print(counts, os.access(sys.argv[1], os.W_OK))"

@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.errors import UserError
-from headrace.rollout.curriculum import Curriculum, CurriculumConfig
-from headrace.rollout.mixing import MOST_OWED, MOST_SKIPS, HeldOut, TaskMix, TaskShare
+from headrace.rollout.choosing.curriculum import Curriculum, CurriculumConfig
+from headrace.rollout.choosing.mixing import MOST_OWED, MOST_SKIPS, HeldOut, TaskMix, TaskShare
 from headrace.tasks.types import TaskInstance
 
 

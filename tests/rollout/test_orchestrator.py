@@ -6,7 +6,7 @@ import pytest
 from stand_ins import TIMEOUT, ScriptedGate, ScriptedTask, build, settle
 
 from headrace.errors import UserError
-from headrace.rollout.pausing import FAILURES_IN_A_ROW, TaskPauses
+from headrace.rollout.choosing.pausing import FAILURES_IN_A_ROW, TaskPauses
 from headrace.rollout.types import DropReason, Outcome
 from headrace.tasks.types import RolloutResult
 

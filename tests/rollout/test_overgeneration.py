@@ -6,8 +6,8 @@ import pytest
 from stand_ins import TIMEOUT, ScriptedTask, build
 
 from headrace.errors import UserError
-from headrace.rollout.overgeneration import OvergenerationConfig
-from headrace.rollout.pausing import TaskPauses
+from headrace.rollout.choosing.overgeneration import OvergenerationConfig
+from headrace.rollout.choosing.pausing import TaskPauses
 from headrace.rollout.types import Outcome
 from headrace.tasks.types import RolloutResult
 

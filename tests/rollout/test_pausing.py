@@ -5,10 +5,10 @@ import asyncio
 import pytest
 from stand_ins import TIMEOUT, runner_of
 
-from headrace.rollout.ledger import Ledger
-from headrace.rollout.mixing import TaskMix, TaskShare
+from headrace.rollout.choosing.mixing import TaskMix, TaskShare
+from headrace.rollout.choosing.pausing import TaskPauses
 from headrace.rollout.orchestrator import RolloutSource
-from headrace.rollout.pausing import TaskPauses
+from headrace.rollout.record.ledger import Ledger
 from headrace.rollout.source_config import SourceConfig
 from headrace.rollout.types import Outcome
 from headrace.tasks.types import RolloutResult, TaskInstance, TaskUnavailable

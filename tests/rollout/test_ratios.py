@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.rollout.ratios import (
+from headrace.rollout.choosing.ratios import (
     AdaptiveRatios,
     RatioRule,
     Rule,

@@ -4,10 +4,10 @@ import pytest
 from ledger_writer import make_call
 
 from headrace.recipe import AgenticRlStage
-from headrace.rollout.reasons import FailureReason
-from headrace.rollout.remembering import finished_rollouts
-from headrace.rollout.trips import tripped
-from headrace.rollout.tripwires import Tripwire, seen
+from headrace.rollout.failures.reasons import FailureReason
+from headrace.rollout.failures.remembering import finished_rollouts
+from headrace.rollout.failures.trips import tripped
+from headrace.rollout.failures.tripwires import Tripwire, seen
 from headrace.rollout.types import Outcome
 from headrace.stages.tripping import StageTripwires, Tripped, require_acknowledged
 

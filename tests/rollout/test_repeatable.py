@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 from stand_ins import TIMEOUT, ScriptedGate, runner_of
 
-from headrace.rollout.ledger import Ledger
-from headrace.rollout.mixing import TaskMix, TaskShare
+from headrace.rollout.choosing.mixing import TaskMix, TaskShare
+from headrace.rollout.choosing.sharing import cursor_key
 from headrace.rollout.naming import first_name
 from headrace.rollout.orchestrator import RolloutSource
-from headrace.rollout.sharing import cursor_key
+from headrace.rollout.record.ledger import Ledger
+from headrace.rollout.record.trained import trained_digest, trained_trajectories
 from headrace.rollout.source_config import SourceConfig
-from headrace.rollout.trained import trained_digest, trained_trajectories
 from headrace.rollout.types import Outcome
 from headrace.tasks.types import Endpoint, RolloutResult, TaskInstance
 

@@ -4,10 +4,15 @@ import asyncio
 
 from stand_ins import TIMEOUT, ScriptedTask, build, mix_of
 
-from headrace.rollout.curriculum import Curriculum, CurriculumConfig, choices_key, difficulty_key
-from headrace.rollout.ledger import Ledger
-from headrace.rollout.mixing import HeldOut, TaskMix
-from headrace.rollout.sharing import cursor_key
+from headrace.rollout.choosing.curriculum import (
+    Curriculum,
+    CurriculumConfig,
+    choices_key,
+    difficulty_key,
+)
+from headrace.rollout.choosing.mixing import HeldOut, TaskMix
+from headrace.rollout.choosing.sharing import cursor_key
+from headrace.rollout.record.ledger import Ledger
 from headrace.rollout.types import Outcome
 from headrace.tasks.types import RolloutResult
 

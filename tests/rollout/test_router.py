@@ -17,10 +17,10 @@ from headrace.engine.types import (
     SamplingParams,
 )
 from headrace.errors import UserError
-from headrace.rollout.health import Fault, HealthPolicy
-from headrace.rollout.replica import Weights
-from headrace.rollout.router import Router
-from headrace.rollout.routing import RoutingTable
+from headrace.rollout.replicas.health import Fault, HealthPolicy
+from headrace.rollout.replicas.replica import Weights
+from headrace.rollout.replicas.router import Router
+from headrace.rollout.replicas.routing import RoutingTable
 from headrace.rollout.types import FinishReason, Span
 
 POLICY = HealthPolicy(

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.rollout.routing import NoReplica, RoutingTable
+from headrace.rollout.replicas.routing import NoReplica, RoutingTable
 
 
 def table(*names: str, **options: float) -> RoutingTable:

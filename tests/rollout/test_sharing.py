@@ -6,11 +6,11 @@ import msgspec
 import pytest
 from stand_ins import TIMEOUT, ScriptedTask, runner_of, source_of
 
-from headrace.rollout.ledger import Ledger
-from headrace.rollout.mixing import HeldOut, TaskMix, TaskShare
+from headrace.rollout.choosing.mixing import HeldOut, TaskMix, TaskShare
+from headrace.rollout.choosing.ratios import AdaptiveRatios, RatioRule, TaskBounds
+from headrace.rollout.choosing.sharing import cursor_key, ratios_key
 from headrace.rollout.orchestrator import RolloutSource
-from headrace.rollout.ratios import AdaptiveRatios, RatioRule, TaskBounds
-from headrace.rollout.sharing import cursor_key, ratios_key
+from headrace.rollout.record.ledger import Ledger
 from headrace.rollout.source_config import SourceConfig
 from headrace.rollout.types import Outcome
 from headrace.stages.task_metrics import ratio_errors

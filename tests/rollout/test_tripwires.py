@@ -5,9 +5,8 @@ import random
 import msgspec
 import pytest
 
-from headrace.rollout.reasons import FailureReason
-from headrace.rollout.records import Evaluation
-from headrace.rollout.tripwires import (
+from headrace.rollout.failures.reasons import FailureReason
+from headrace.rollout.failures.tripwires import (
     Mark,
     Seen,
     Thresholds,
@@ -19,6 +18,7 @@ from headrace.rollout.tripwires import (
     output_hash,
     seen,
 )
+from headrace.rollout.record.rows import Evaluation
 from headrace.rollout.types import Call, FinishReason, Outcome, ParseState, Session
 
 

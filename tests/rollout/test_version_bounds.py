@@ -5,7 +5,7 @@ import pytest
 from rich.console import Console
 
 from headrace.observe.show import _token_table
-from headrace.rollout.records import SessionSummary
+from headrace.rollout.record.rows import SessionSummary
 from headrace.rollout.segments import segments
 from headrace.rollout.types import Call, FinishReason, Outcome, ParseState, Session, Span
 

@@ -3,8 +3,8 @@
 import pytest
 from ledger_writer import play
 
-from headrace.rollout.ledger import Ledger
-from headrace.rollout.worked import WorkedSeconds, newest_record
+from headrace.rollout.record.ledger import Ledger
+from headrace.rollout.record.worked import WorkedSeconds, newest_record
 
 
 class Clocks:

@@ -7,8 +7,8 @@ import pytest
 
 from headrace.errors import UserError
 from headrace.recipe import Recipe, parse_recipe
-from headrace.rollout.ledger import Ledger
-from headrace.rollout.mixing import HeldOut
+from headrace.rollout.choosing.mixing import HeldOut
+from headrace.rollout.record.ledger import Ledger
 from headrace.stages.held_out import demonstrations_of, hold_out, measured
 from headrace.tasks.types import Demonstration, TaskInstance
 

@@ -9,7 +9,7 @@ import pytest
 
 from headrace.cluster.types import WorkerFailure
 from headrace.recipe import AgenticRlStage
-from headrace.rollout.ledger import Ledger
+from headrace.rollout.record.ledger import Ledger
 from headrace.stages.publishing import Publisher, Transport
 from headrace.training.rl import Progress
 

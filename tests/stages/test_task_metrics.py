@@ -2,8 +2,8 @@
 
 import pytest
 
-from headrace.rollout.mixing import TaskMix, TaskShare
-from headrace.rollout.sharing import TaskSharing
+from headrace.rollout.choosing.mixing import TaskMix, TaskShare
+from headrace.rollout.choosing.sharing import TaskSharing
 from headrace.rollout.window import Window
 from headrace.stages.task_metrics import task_metrics
 from headrace.tasks.types import TaskInstance

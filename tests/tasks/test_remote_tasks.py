@@ -15,7 +15,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from headrace.errors import UserError
-from headrace.http_server import HttpServer
+from headrace.http.server import HttpServer
 from headrace.rollout.types import Outcome
 from headrace.tasks import create_task
 from headrace.tasks.remote import FixedPlace, RemoteSettings, RemoteTasks

@@ -7,8 +7,8 @@ import pytest
 from msgspec.structs import replace
 
 from headrace.errors import UserError
-from headrace.rollout.diagnosis import exception_reason
-from headrace.rollout.reasons import FailureReason
+from headrace.rollout.failures.diagnosis import exception_reason
+from headrace.rollout.failures.reasons import FailureReason
 from headrace.rollout.types import Outcome
 from headrace.sandbox.types import CommandResult, EndReason, SandboxError
 from headrace.tasks.conversation import ClientPool

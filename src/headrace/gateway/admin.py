@@ -15,9 +15,9 @@ from fastapi import FastAPI
 from starlette.requests import Request
 from starlette.responses import Response
 
+from headrace.gateway.apis.openai_chat import error_body
 from headrace.gateway.app import json_response, read_body
 from headrace.gateway.gateway import Gateway
-from headrace.gateway.openai_chat import error_body
 from headrace.gateway.turn import ApiError, decode, invalid
 from headrace.rollout.types import Outcome, Session, SessionLimits
 

@@ -21,7 +21,7 @@ from headrace.engine.types import (
     GenerationResult,
     SamplingParams,
 )
-from headrace.gateway import openai_chat
+from headrace.gateway.apis import openai_chat
 from headrace.gateway.constraints import grammar_of
 from headrace.gateway.context import Change
 from headrace.gateway.echo import require_scores, scored_answer

@@ -17,7 +17,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
 
-from headrace.gateway import (
+from headrace.gateway.apis import (
     anthropic_messages,
     openai_chat,
     openai_completions,

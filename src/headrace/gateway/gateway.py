@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 from headrace.engine.types import (
     EngineClient,
 )
-from headrace.gateway import openai_chat
 from headrace.gateway.answering import Answering, AnswerOptions
+from headrace.gateway.apis import openai_chat
 from headrace.gateway.constraints import check as check_constraint
 from headrace.gateway.context import ContextManager, ContextPolicy
 from headrace.gateway.flights import Flights, repeated

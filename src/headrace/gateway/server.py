@@ -3,7 +3,7 @@
 from headrace.gateway.admin import add_admin_routes
 from headrace.gateway.app import create_app
 from headrace.gateway.gateway import Gateway
-from headrace.http_server import ConnectionLimits, HttpServer
+from headrace.http.server import ConnectionLimits, HttpServer
 
 
 class GatewayServer:

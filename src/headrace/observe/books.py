@@ -16,8 +16,8 @@ from rich.text import Text
 
 from headrace.observe.laws import LAWS
 from headrace.observe.units import count, moment, percent, printable
-from headrace.rollout.accounts import LedgerReport, StageAccount, ledger_report
-from headrace.rollout.reading import LedgerReader, ledger_file
+from headrace.rollout.record.accounts import LedgerReport, StageAccount, ledger_report
+from headrace.rollout.record.reading import LedgerReader, ledger_file
 
 _BAR = 30
 _PUBLICATIONS = 12

@@ -5,9 +5,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from headrace.recipe import FailuresTable
-from headrace.rollout.failures import FailureRules, Rule, end_reason
-from headrace.rollout.reasons import FailureReason
-from headrace.rollout.records import SessionSummary
+from headrace.rollout.failures.reasons import FailureReason
+from headrace.rollout.failures.rules import FailureRules, Rule, end_reason
+from headrace.rollout.record.rows import SessionSummary
 
 
 def version_words(version: int, newest: int) -> str:

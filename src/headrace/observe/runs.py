@@ -20,9 +20,9 @@ from headrace.observe.statistics import PairedDifference, paired_difference
 from headrace.observe.summary import FILE_NAME as SUMMARY_FILE
 from headrace.observe.summary import read_summary
 from headrace.observe.units import label_of, several_tasks, stage_of
-from headrace.rollout.reading import FILE_NAME as LEDGER_FILE
-from headrace.rollout.reading import LedgerReader
-from headrace.rollout.records import SessionSummary
+from headrace.rollout.record.reading import FILE_NAME as LEDGER_FILE
+from headrace.rollout.record.reading import LedgerReader
+from headrace.rollout.record.rows import SessionSummary
 
 RECIPE_FILE = "recipe.json"
 _NO_ROLLOUT = "no rollout was recorded yet"

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 import msgspec
 
 from headrace.observe.runs import Run
-from headrace.rollout.records import TRAIN, SessionSummary
+from headrace.rollout.record.rows import TRAIN, SessionSummary
 
 
 class SamplePair(msgspec.Struct, frozen=True):

@@ -39,8 +39,8 @@ from headrace.observe.units import (
     supervised_numbers,
 )
 from headrace.observe.vocabulary import Vocabulary
-from headrace.rollout.reading import LedgerReader
-from headrace.rollout.records import TRAIN, SessionSummary
+from headrace.rollout.record.reading import LedgerReader
+from headrace.rollout.record.rows import TRAIN, SessionSummary
 from headrace.rollout.segments import segments
 from headrace.rollout.types import ParseState, Segment, Session
 

@@ -8,7 +8,7 @@ from rich.text import Text
 from headrace.observe.fates import rule_words, rules_of
 from headrace.observe.runs import Run
 from headrace.observe.units import count
-from headrace.rollout.trips import paused, tripped
+from headrace.rollout.failures.trips import paused, tripped
 
 
 def print_failures(run: Run, console: Console) -> None:

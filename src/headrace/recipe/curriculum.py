@@ -68,7 +68,7 @@ class CurriculumTable(Table):
 
     @property
     def constants(self) -> dict[str, Any]:
-        """Keyword arguments of `headrace.rollout.curriculum.CurriculumConfig`."""
+        """Keyword arguments of `headrace.rollout.choosing.curriculum.CurriculumConfig`."""
         return self.model_dump()
 
 

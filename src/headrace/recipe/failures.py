@@ -5,9 +5,9 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, model_validator
 
 from headrace.recipe.tables import Fraction, Positive, Table
-from headrace.rollout.failures import FailureRules, Rule, check_rule
-from headrace.rollout.reasons import FailureReason
-from headrace.rollout.tripwires import Thresholds
+from headrace.rollout.failures.reasons import FailureReason
+from headrace.rollout.failures.rules import FailureRules, Rule, check_rule
+from headrace.rollout.failures.tripwires import Thresholds
 
 _Rule = Literal["retry", "exclude", "pad", "penalise"]
 

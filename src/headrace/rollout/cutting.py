@@ -11,9 +11,9 @@ from collections.abc import Iterable, Mapping, Sequence
 import msgspec
 
 from headrace.rollout.groups import WeightedRollout
-from headrace.rollout.ledger import Ledger
 from headrace.rollout.naming import place
-from headrace.rollout.records import Batch, BatchMember
+from headrace.rollout.record.ledger import Ledger
+from headrace.rollout.record.rows import Batch, BatchMember
 from headrace.rollout.segments import segments
 from headrace.rollout.staleness import is_stale
 from headrace.rollout.types import DropReason, Segment, Session

@@ -9,7 +9,9 @@ from typing import Any
 
 import msgspec
 
-from headrace.rollout.curriculum import choices_key
+from headrace.rollout.choosing.curriculum import choices_key
+from headrace.rollout.choosing.overgeneration import Overgeneration
+from headrace.rollout.choosing.sharing import TaskSharing
 from headrace.rollout.groups import (
     GroupDecision,
     ScoredRollout,
@@ -17,11 +19,9 @@ from headrace.rollout.groups import (
     advantages,
     judged,
 )
-from headrace.rollout.ledger import Ledger
 from headrace.rollout.naming import place
-from headrace.rollout.overgeneration import Overgeneration
-from headrace.rollout.records import WaitingGroup
-from headrace.rollout.sharing import TaskSharing
+from headrace.rollout.record.ledger import Ledger
+from headrace.rollout.record.rows import WaitingGroup
 from headrace.rollout.source_config import SourceConfig
 from headrace.rollout.types import DropReason, Outcome, Session
 from headrace.tasks.types import TaskInstance

@@ -11,8 +11,8 @@ from typing import Any
 
 import msgspec
 
-from headrace.rollout.ledger import Ledger
 from headrace.rollout.naming import rollout_seed, session_name
+from headrace.rollout.record.ledger import Ledger
 from headrace.rollout.runner import RolloutRunner, Ticket
 from headrace.tasks.types import TaskInstance
 

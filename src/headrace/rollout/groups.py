@@ -10,9 +10,9 @@ from collections.abc import Sequence
 
 import msgspec
 
-from headrace.rollout.failures import FailureRules, Rule, end_reason
+from headrace.rollout.failures.reasons import FailureReason
+from headrace.rollout.failures.rules import FailureRules, Rule, end_reason
 from headrace.rollout.naming import first_name
-from headrace.rollout.reasons import FailureReason
 from headrace.rollout.types import DropReason, Outcome
 
 

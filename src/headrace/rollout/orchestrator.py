@@ -16,25 +16,25 @@ from collections.abc import Callable
 import msgspec
 
 from headrace.errors import UserError
-from headrace.rollout.admission import Admission
+from headrace.rollout.choosing.admission import Admission
+from headrace.rollout.choosing.mixing import TaskMix
+from headrace.rollout.choosing.overgeneration import Overgeneration
+from headrace.rollout.choosing.pausing import TaskPauses
+from headrace.rollout.choosing.ratios import AdaptiveRatios
+from headrace.rollout.choosing.sharing import TaskSharing
 from headrace.rollout.cutting import BatchQueue, TrainingBatch
 from headrace.rollout.deciding import GroupDecisions
-from headrace.rollout.failures import reasons_of
-from headrace.rollout.ledger import Ledger
-from headrace.rollout.mixing import TaskMix
+from headrace.rollout.failures.retrying import Retries
+from headrace.rollout.failures.rules import reasons_of
 from headrace.rollout.naming import (
     missing_names,
     next_attempt,
     rollout_seed,
     session_name,
 )
-from headrace.rollout.overgeneration import Overgeneration
-from headrace.rollout.pausing import TaskPauses
-from headrace.rollout.ratios import AdaptiveRatios
-from headrace.rollout.records import TRAIN, Recovery
-from headrace.rollout.retrying import Retries
+from headrace.rollout.record.ledger import Ledger
+from headrace.rollout.record.rows import TRAIN, Recovery
 from headrace.rollout.runner import FinishedRollout, RolloutRunner, Ticket
-from headrace.rollout.sharing import TaskSharing
 from headrace.rollout.source_config import SourceConfig
 from headrace.rollout.types import Outcome, Session
 from headrace.rollout.window import Hold, HoldTimer, Window

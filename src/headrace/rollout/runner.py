@@ -13,10 +13,10 @@ from typing import Any, Protocol
 
 import msgspec
 
-from headrace.rollout.diagnosis import exception_reason, last_words, named
-from headrace.rollout.failures import LIMIT_REASONS, REFUSAL_REASONS
-from headrace.rollout.ledger import Ledger
-from headrace.rollout.reasons import FailureReason
+from headrace.rollout.failures.diagnosis import exception_reason, last_words, named
+from headrace.rollout.failures.reasons import FailureReason
+from headrace.rollout.failures.rules import LIMIT_REASONS, REFUSAL_REASONS
+from headrace.rollout.record.ledger import Ledger
 from headrace.rollout.types import LIMIT_WORDS, Call, Outcome, Session, SessionLimits
 from headrace.tasks.results import problem_with
 from headrace.tasks.types import Endpoint, RolloutResult, TaskInstance, TaskService

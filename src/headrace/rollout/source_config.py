@@ -4,8 +4,8 @@ from typing import Literal
 
 import msgspec
 
-from headrace.rollout.failures import FailureRules
-from headrace.rollout.overgeneration import OvergenerationConfig
+from headrace.rollout.choosing.overgeneration import OvergenerationConfig
+from headrace.rollout.failures.rules import FailureRules
 
 
 class SourceConfig(msgspec.Struct, frozen=True):

@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from headrace.rollout.reasons import FailureReason
+from headrace.rollout.failures.reasons import FailureReason
 
 
 class FinishReason(StrEnum):

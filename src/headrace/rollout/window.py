@@ -10,8 +10,8 @@ from enum import StrEnum
 
 import msgspec
 
+from headrace.rollout.failures.reasons import FailureReason
 from headrace.rollout.groups import GroupDecision
-from headrace.rollout.reasons import FailureReason
 from headrace.rollout.types import DropReason, Outcome, Session
 
 _MOST_TIMES = 4096

@@ -12,14 +12,19 @@ from typing import Any
 
 from headrace.engine.config import UpdatePolicy
 from headrace.recipe import AgenticRlStage, DistillationObjective, share_limits
-from headrace.rollout.curriculum import Curriculum, CurriculumConfig, choices_key, difficulty_key
-from headrace.rollout.mixing import TaskMix, TaskShare
+from headrace.rollout.choosing.curriculum import (
+    Curriculum,
+    CurriculumConfig,
+    choices_key,
+    difficulty_key,
+)
+from headrace.rollout.choosing.mixing import TaskMix, TaskShare
+from headrace.rollout.choosing.overgeneration import OvergenerationConfig
+from headrace.rollout.choosing.pausing import TaskPauses
+from headrace.rollout.choosing.ratios import AdaptiveRatios, RatioRule, TaskBounds
+from headrace.rollout.choosing.sharing import cursor_key, ratios_key
 from headrace.rollout.orchestrator import RolloutSource
-from headrace.rollout.overgeneration import OvergenerationConfig
-from headrace.rollout.pausing import TaskPauses
-from headrace.rollout.ratios import AdaptiveRatios, RatioRule, TaskBounds
-from headrace.rollout.records import Recovery
-from headrace.rollout.sharing import cursor_key, ratios_key
+from headrace.rollout.record.rows import Recovery
 from headrace.rollout.source_config import SourceConfig
 from headrace.stages.beside import EvaluationBeside, copy_checkpoint
 from headrace.stages.context import (

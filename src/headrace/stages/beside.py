@@ -18,8 +18,8 @@ from headrace.model.directory_swap import replaced_directory
 from headrace.recipe import AgenticRlStage, EvaluationTable, StageEvaluationTable
 from headrace.rollout.evaluation import STAGE as EVALUATION_STAGE
 from headrace.rollout.evaluation import evaluate
-from headrace.rollout.ledger import Ledger
-from headrace.rollout.records import Publication, Recovery
+from headrace.rollout.record.ledger import Ledger
+from headrace.rollout.record.rows import Publication, Recovery
 from headrace.stages.context import StageContext
 from headrace.stages.evaluating import keep_evaluation
 from headrace.stages.held_out import held_out_instances

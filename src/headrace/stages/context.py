@@ -9,8 +9,8 @@ import msgspec
 from headrace.cluster.types import Cluster
 from headrace.engines import Placement
 from headrace.recipe import AgenticRlStage, Recipe, StageTable, SupervisedStage
-from headrace.rollout.ledger import Ledger
-from headrace.rollout.reading import VERSION_STATE
+from headrace.rollout.record.ledger import Ledger
+from headrace.rollout.record.reading import VERSION_STATE
 from headrace.stages.trainers import TrainerGroup
 from headrace.system import System
 from headrace.tasks.types import TaskService

@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from headrace.observe.statistics import wilson
-from headrace.rollout.ledger import Ledger
-from headrace.rollout.records import Evaluation
+from headrace.rollout.record.ledger import Ledger
+from headrace.rollout.record.rows import Evaluation
 
 
 def keep_evaluation(

@@ -11,8 +11,8 @@ from typing import Any
 
 from headrace.errors import UserError
 from headrace.recipe import EvaluationTable, Recipe
-from headrace.rollout.ledger import Ledger
-from headrace.rollout.mixing import HeldOut
+from headrace.rollout.choosing.mixing import HeldOut
+from headrace.rollout.record.ledger import Ledger
 from headrace.tasks.types import Demonstration, TaskInstance, TaskService
 
 _STATE = "held_out"

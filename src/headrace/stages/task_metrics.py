@@ -3,8 +3,8 @@
 Names are `task.NAME.*`; a stage with one task has the same numbers without them.
 """
 
-from headrace.rollout.mixing import TaskMix
-from headrace.rollout.sharing import TaskSharing
+from headrace.rollout.choosing.mixing import TaskMix
+from headrace.rollout.choosing.sharing import TaskSharing
 from headrace.rollout.window import TaskCounts, Window
 
 

@@ -10,11 +10,11 @@ import msgspec
 
 from headrace.errors import UserError
 from headrace.recipe import AgenticRlStage, Recipe
-from headrace.rollout.ledger import Ledger
-from headrace.rollout.remembering import finished_rollouts
+from headrace.rollout.failures.remembering import finished_rollouts
+from headrace.rollout.failures.trips import Trip, paused, state_name, tripped
+from headrace.rollout.failures.tripwires import Tripwire, Tripwires
+from headrace.rollout.record.ledger import Ledger
 from headrace.rollout.runner import FinishedRollout
-from headrace.rollout.trips import Trip, paused, state_name, tripped
-from headrace.rollout.tripwires import Tripwire, Tripwires
 
 
 class StageTripwires:

@@ -15,9 +15,9 @@ from typing import Any
 import httpx
 import msgspec
 
-from headrace.http_client import HttpClient
-from headrace.http_exchange import ExchangePool, Response
-from headrace.rollout.reasons import FailureReason
+from headrace.http.client import HttpClient
+from headrace.http.exchange import ExchangePool, Response
+from headrace.rollout.failures.reasons import FailureReason
 from headrace.tasks.types import Endpoint, EndpointError
 
 _MAX_CLIENTS = 16

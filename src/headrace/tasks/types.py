@@ -9,7 +9,7 @@ from typing import Any, Protocol, runtime_checkable
 import msgspec
 
 from headrace.errors import UserError
-from headrace.rollout.reasons import FailureReason
+from headrace.rollout.failures.reasons import FailureReason
 from headrace.rollout.types import Outcome
 
 

@@ -14,8 +14,8 @@ from headrace.engine.config import USER_ERROR
 from headrace.engine.servers.process import ServerProcess
 from headrace.engine.types import EngineError
 from headrace.errors import UserError
-from headrace.http_client import HttpClient
-from headrace.http_exchange import ExchangePool
+from headrace.http.client import HttpClient
+from headrace.http.exchange import ExchangePool
 
 CONNECT_TIMEOUT_S = 10.0
 CONTROL_TIMEOUT_S = 60.0

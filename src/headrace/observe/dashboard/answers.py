@@ -14,7 +14,7 @@ from headrace.observe.dashboard import curves, timeline, trajectories
 from headrace.observe.dashboard.overview import overview
 from headrace.observe.dashboard.source import RunSource
 from headrace.observe.runs import Run
-from headrace.rollout.browsing import BrowsingReader, SessionFilter
+from headrace.rollout.record.browsing import BrowsingReader, SessionFilter
 
 MAX_TEXT = 200
 """Longest text that can be searched for, in letters."""

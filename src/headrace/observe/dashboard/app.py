@@ -21,7 +21,7 @@ from headrace.errors import UserError
 from headrace.observe.dashboard import answers
 from headrace.observe.dashboard.files import PAGE, read_file
 from headrace.observe.dashboard.source import RunSource
-from headrace.rollout.browsing import MAX_PAGE, SessionFilter
+from headrace.rollout.record.browsing import MAX_PAGE, SessionFilter
 
 T = TypeVar("T")
 Endpoint = Callable[[Request], Awaitable[Response]]

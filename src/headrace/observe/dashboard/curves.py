@@ -19,7 +19,7 @@ from headrace.observe.fates import rule_words, rules_of
 from headrace.observe.metrics import MetricRow
 from headrace.observe.runs import Run
 from headrace.observe.statistics import mean_interval
-from headrace.rollout.browsing import BrowsingReader
+from headrace.rollout.record.browsing import BrowsingReader
 
 Chart = tuple[str, str, Mapping[str, str], bool]
 """Title, unit, label of every metric in it, whether its axis begins at zero."""

@@ -18,8 +18,8 @@ from headrace.observe.dashboard import answers, trajectories
 from headrace.observe.dashboard.files import PAGE, SCRIPTS, STYLE, read_file
 from headrace.observe.dashboard.source import RunSource
 from headrace.observe.disk import full_disk
-from headrace.rollout.browsing import MAX_PAGE, SessionFilter
-from headrace.rollout.reasons import FailureReason
+from headrace.rollout.failures.reasons import FailureReason
+from headrace.rollout.record.browsing import MAX_PAGE, SessionFilter
 
 _IMPORT = re.compile(r"^import\b[^;]*;\n", re.MULTILINE)
 _STAR = re.compile(r'^import \* as (\w+) from "\./([\w-]+\.js)";$', re.MULTILINE)

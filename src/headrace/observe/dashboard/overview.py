@@ -11,7 +11,7 @@ from headrace.observe.dashboard.timeline import sides
 from headrace.observe.laws import LAWS, laws_of
 from headrace.observe.runs import Comparison, Run
 from headrace.observe.units import label_of, stage_of
-from headrace.rollout.trips import paused, tripped
+from headrace.rollout.failures.trips import paused, tripped
 
 SILENT_S = 120.0
 """Seconds without a write after which a run that says "running" may have died."""

@@ -17,8 +17,8 @@ from headrace.observe.metrics import FILE_NAME as METRICS_FILE
 from headrace.observe.metrics import MetricsTail
 from headrace.observe.runs import RECIPE_FILE, SUMMARY_FILE, Run, require_run
 from headrace.observe.vocabulary import Vocabulary
-from headrace.rollout.browsing import BrowsingReader
-from headrace.rollout.reading import FILE_NAME as LEDGER_FILE
+from headrace.rollout.record.browsing import BrowsingReader
+from headrace.rollout.record.reading import FILE_NAME as LEDGER_FILE
 from headrace.rollout.types import Session
 
 T = TypeVar("T")

@@ -12,10 +12,10 @@ from headrace.observe.conversation import conversation
 from headrace.observe.fates import failure_of, fate_words, short_fate
 from headrace.observe.units import readable
 from headrace.observe.vocabulary import Vocabulary
-from headrace.rollout.browsing import CallFate
-from headrace.rollout.failures import reasons_of
-from headrace.rollout.reasons import FailureReason
-from headrace.rollout.records import SessionSummary
+from headrace.rollout.failures.reasons import FailureReason
+from headrace.rollout.failures.rules import reasons_of
+from headrace.rollout.record.browsing import CallFate
+from headrace.rollout.record.rows import SessionSummary
 from headrace.rollout.segments import segments
 from headrace.rollout.types import Segment, Session
 

@@ -13,7 +13,7 @@ from headrace.observe.runs import Run
 from headrace.observe.samples import SamplePair, sample_pairs
 from headrace.observe.units import count, percent, readable
 from headrace.rollout.evaluation import STAGE as EVALUATION_STAGE
-from headrace.rollout.records import SessionSummary
+from headrace.rollout.record.rows import SessionSummary
 
 _TEXT_LIMIT = 1600
 """Characters shown per message; the ledger has the rest."""

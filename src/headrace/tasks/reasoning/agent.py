@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from headrace.rollout.reasons import FailureReason
+from headrace.rollout.failures.reasons import FailureReason
 from headrace.sandbox.types import EndReason, Sandbox, SandboxError
 from headrace.tasks.conversation import AgentFailure, ModelClient, ToolCall
 from headrace.tasks.types import Endpoint

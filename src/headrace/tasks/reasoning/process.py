@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from headrace.rollout.failures import WorkerDied
+from headrace.rollout.failures.rules import WorkerDied
 
 _START_S = 120.0
 _PROGRAM = Path(__file__).with_name("worker.py")

@@ -13,7 +13,7 @@ import msgspec
 from pydantic import Field, field_validator
 
 from headrace.errors import UserError
-from headrace.rollout.reasons import FailureReason
+from headrace.rollout.failures.reasons import FailureReason
 from headrace.rollout.types import Outcome
 from headrace.sandbox.tampering import command_signs
 from headrace.sandbox.types import SandboxProvider

@@ -13,7 +13,7 @@ import httpx
 import msgspec
 
 from headrace.errors import UserError
-from headrace.http_client import HttpClient
+from headrace.http.client import HttpClient
 from headrace.tasks.remote.checking import MOST_BYTES, Misreport
 from headrace.tasks.serving.wire import PROTOCOL, VERSION_HEADER, ErrorAnswer
 

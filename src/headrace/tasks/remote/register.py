@@ -15,7 +15,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from headrace.http_server import ConnectionLimits, HttpServer
+from headrace.http.server import ConnectionLimits, HttpServer
 from headrace.tasks.remote.pool import ServicePool
 from headrace.tasks.results import shown
 from headrace.tasks.serving.door import Refusal, answer, check_version, read_body, refuse, shows

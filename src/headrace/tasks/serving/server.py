@@ -10,7 +10,7 @@ import signal
 from typing import Any
 
 from headrace.errors import UserError
-from headrace.http_server import ConnectionLimits, HttpServer, is_loopback
+from headrace.http.server import ConnectionLimits, HttpServer, is_loopback
 from headrace.tasks.serving.app import create_task_app
 from headrace.tasks.serving.host import HostLimits, RolloutHost
 from headrace.tasks.types import TaskService

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from headrace.rollout.reasons import FailureReason
+from headrace.rollout.failures.reasons import FailureReason
 from headrace.sandbox.types import CommandResult, EndReason, Sandbox
 from headrace.tasks.conversation import AgentFailure, ModelClient, ToolCall
 from headrace.tasks.types import Endpoint

@@ -1,0 +1,1 @@
+"""The APIs that agents speak, each from its own words to the gateway's and back."""

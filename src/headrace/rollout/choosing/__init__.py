@@ -1,0 +1,1 @@
+"""Which task and which problem a rollout gets, and whether one should begin now."""
