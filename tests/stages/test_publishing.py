@@ -20,6 +20,7 @@ class Rig:
     """Trainer, engine and source in one, that note what is asked of them in order."""
 
     def __init__(self) -> None:
+        self.asked: list[str] = []
         self.events: list[str] = []
         self.written = asyncio.Event()
         self.settled = asyncio.Event()
@@ -27,6 +28,7 @@ class Rig:
         self.failure: Exception | None = None
 
     async def request(self, method: str, payload: Any = None, *, timeout_s: float = 60.0) -> Any:
+        self.asked.append(method)
         if method == "written":
             await self.written.wait()
             if self.failure is not None:
@@ -89,6 +91,31 @@ async def test_async_waits_for_the_copy_alone_and_engines_get_what_is_durable(tm
         ]  # fmt: skip
         assert [(p.step, p.version) for p in ledger.publications("rl")] == [(3, 1), (4, 2)]
         assert progress.version == 2
+
+
+async def test_what_is_written_is_not_asked_for_behind_the_next_update(tmp_path):
+    """A trainer answers in order: the engines would get the weights an update later."""
+    rig = Rig()
+    rig.written.set()
+    rig.settled.set()
+    with Ledger.create(tmp_path) as ledger:
+        publisher = new_publisher(ledger, tmp_path, rig)
+        await publisher.publish(Progress(step=1))
+        await rig.request("rl")
+        assert rig.asked == ["save", "publish", "written", "rl"]
+        await publisher.finish()
+
+
+async def test_a_copy_that_fails_leaves_nothing_behind(tmp_path):
+    rig = Rig()
+    (tmp_path / "weights" / "rl-v000001").mkdir(parents=True)  # the rig's trainer minds
+    with Ledger.create(tmp_path) as ledger:
+        publisher = new_publisher(ledger, tmp_path, rig)
+        with pytest.raises(FileExistsError):
+            await publisher.publish(Progress(step=1))
+        await publisher.finish()
+        assert ledger.publications("rl") == []
+        assert not [t for t in asyncio.all_tasks() if t is not asyncio.current_task()]
 
 
 async def test_modes_in_step_wait_for_all_of_it_and_count_the_wait_for_rollouts(tmp_path):

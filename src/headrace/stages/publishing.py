@@ -11,7 +11,7 @@ import hashlib
 import os
 import shutil
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Protocol
 
@@ -170,7 +170,7 @@ class Publisher:
         version = upcoming_version(self._context.ledger)
         path = self._context.run_dir / "weights" / f"{stage.name}-v{version:06d}"
         # The trainer answers in order and need not wait here between the two.
-        _, shared = await asyncio.gather(
+        copied = asyncio.gather(
             save_weights(
                 self._worker,
                 path,
@@ -182,8 +182,19 @@ class Publisher:
             ),
             self._transport.share(version),
         )
+        # Asked before the next update can be, or it would be answered after that one.
+        written = asyncio.create_task(
+            self._worker.request("written", timeout_s=SAVE_TIMEOUT_S), name=f"{path.name} written"
+        )
+        try:
+            _, shared = await copied
+        except BaseException:
+            written.cancel()
+            await asyncio.gather(written, return_exceptions=True)
+            raise
         self._running = asyncio.create_task(
-            self._complete(progress, step, version, path, shared), name=f"version {version}"
+            self._complete(progress, step, version, path, shared, written),
+            name=f"version {version}",
         )
         if stage.mode == "async":
             return 0.0
@@ -207,10 +218,16 @@ class Publisher:
             await asyncio.gather(running, return_exceptions=True)
 
     async def _complete(
-        self, progress: Progress, step: int, version: int, path: Path, shared: str | None
+        self,
+        progress: Progress,
+        step: int,
+        version: int,
+        path: Path,
+        shared: str | None,
+        written: Awaitable[None],
     ) -> float:
         stage, ledger = self._stage.name, self._context.ledger
-        await self._worker.request("written", timeout_s=SAVE_TIMEOUT_S)
+        await written
         with ledger.transaction():
             take_version(ledger, version)
             ledger.publish(stage, version, step, path)
