@@ -4,9 +4,10 @@ import re
 from pathlib import Path
 from typing import Any, cast
 
+import anthropic
 import httpx
+import openai
 import pytest
-from openai import APIStatusError, APITimeoutError
 from pydantic import ValidationError
 
 from headrace.recipe import AgenticRlStage, FailuresTable, TripwiresTable
@@ -245,10 +246,12 @@ def test_exceptions_are_told_apart() -> None:
         504: FailureReason.ENGINE_DEADLINE,
     }.items():
         response = httpx.Response(status, request=request)
-        assert (
-            exception_reason(APIStatusError("x", response=cast(Any, response), body=None)) is reason
-        )
-    assert exception_reason(APITimeoutError(cast(Any, request))) is FailureReason.ENGINE_DEADLINE
+        for client in (anthropic, openai):
+            refused = client.APIStatusError("x", response=cast(Any, response), body=None)
+            assert exception_reason(refused) is reason
+    for client in (anthropic, openai):
+        late = client.APITimeoutError(cast(Any, request))
+        assert exception_reason(late) is FailureReason.ENGINE_DEADLINE
     assert all(exception_reason(error) is reason for error, reason in errors.items())
     assert all(reason.fault is Fault.ENVIRONMENT for reason in errors.values())
 

@@ -3,16 +3,19 @@
 Pure: results in, results with a `FailureReason` out. What is done about it is not known here.
 """
 
+import sys
 from collections.abc import Sequence
 
 import msgspec
-from openai import APIStatusError, APITimeoutError
 
 from headrace.rollout.failures.reasons import FailureReason
 from headrace.rollout.failures.rules import WorkerDied, end_reason
 from headrace.rollout.types import Call, FinishReason, Outcome, ParseState
 from headrace.sandbox.types import SandboxError, SandboxStartError
 from headrace.tasks.types import EndpointError, RolloutResult, TaskUnavailable
+
+_CLIENTS = ("openai", "anthropic")
+"""Packages that other people's agents call with; their errors have the same names."""
 
 
 def exception_reason(error: Exception) -> FailureReason:
@@ -25,11 +28,13 @@ def exception_reason(error: Exception) -> FailureReason:
         return FailureReason.WORKER_DIED
     if isinstance(error, ConnectionError | TaskUnavailable):
         return FailureReason.TASK_UNAVAILABLE
-    # OpenAI's client is what agents of others call with.
-    if isinstance(error, APITimeoutError):
-        return FailureReason.ENGINE_DEADLINE
-    if isinstance(error, APIStatusError):
-        return _status_reason(error.status_code)
+    for client in _CLIENTS:
+        # Whoever raised one of its errors has imported it; nobody else needs it.
+        package = sys.modules.get(client)
+        if isinstance(error, getattr(package, "APITimeoutError", ())):
+            return FailureReason.ENGINE_DEADLINE
+        if isinstance(error, getattr(package, "APIStatusError", ())):
+            return _status_reason(getattr(error, "status_code", 500))
     if isinstance(error, EndpointError):
         if error.timed_out:
             return FailureReason.ENGINE_DEADLINE
