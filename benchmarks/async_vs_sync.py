@@ -8,8 +8,9 @@ of sampling and tools of 10 s on average (here 50 and 100 ms), updates of 110 s,
 handed out in 0.5 s and loaded in 1.5 s.
 
 Both modes train on batches of the same size from the same stream of rollouts. Their runs alternate,
-`--processes` at a time. Wall is from the begin of the stage to the end of an update and what the
-loop does after it (publication, report).
+`--processes` at a time, as many as there are cores: a run that waits for its core would measure the
+others. Wall is from the begin of the stage to the end of an update and what the loop does after it
+(publication, report).
 
 `speedup_sigma_S`: wall of sync over wall of async for the same number of updates, which is all that
 sync makes; async goes on, as its start-up is long beside a few updates.
@@ -25,10 +26,9 @@ matters only where training is the bound, as the engine has worked for later upd
 """
 
 import argparse
+import os
 import tempfile
 import time
-from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
 from pathlib import Path
 from typing import NamedTuple
 
@@ -41,6 +41,7 @@ from headrace.stages.agentic_rl import run_agentic_rl
 from headrace.stages.context import StageContext
 from report import fill_sizes, new_parser, print_report
 from simulated_rl import TASK, Rates, simulate
+from worker_pool import worker_pool
 
 SIGMAS = (0.0, 0.5, 1.0, 1.5)
 MODES = ("sync", "async")
@@ -215,7 +216,10 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--latency", type=float, default=0.1, help="mean of a tool's time, seconds")
     parser.add_argument("--turns", type=float, default=7.0, help="median of a rollout's turns")
     parser.add_argument("--turns-sigma", type=float, default=0.5)
-    parser.add_argument("--processes", type=int, default=4, help="runs at a time")
+    cores = len(os.sched_getaffinity(0))
+    parser.add_argument(
+        "--processes", type=int, default=cores, help="runs at a time, of one core each"
+    )
     found = fill_sizes(parser.parse_args(arguments), (("updates", 6, 240), ("sync_updates", 3, 24)))
     if not 2 <= found.sync_updates <= found.updates:
         parser.error(
@@ -260,7 +264,7 @@ def main() -> None:
     started = time.perf_counter()
     found: dict[tuple[float, str], tuple[Rates, Measured]] = {}
     jobs = jobs_of(arguments)
-    with ProcessPoolExecutor(arguments.processes, mp_context=get_context("spawn")) as pool:
+    with worker_pool(arguments.processes) as pool:
         measured = pool.map(run, [job for _, job in jobs])
         for (sigma, job), one in zip(jobs, measured, strict=True):
             found[sigma, job.mode] = (job.rates, one)

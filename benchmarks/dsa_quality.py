@@ -20,8 +20,6 @@ import statistics
 import tempfile
 import time
 from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -44,6 +42,7 @@ from headrace.training.streams import TextStream
 from headrace.training.supervised import Budget
 from headrace.training.trainer import OptimizerConfig, Trainer
 from report import fill_sizes, new_parser, print_report
+from worker_pool import worker_pool
 
 VARIANTS = ("dense", "untrained", "warmup", "adapted", "continued")
 ANSWER_WEIGHT, CONTEXT_WEIGHT = 10.0, 0.02
@@ -364,7 +363,7 @@ def measure(arguments: argparse.Namespace) -> list[Result]:
         for length in {row_length(arguments, divisor) for _, divisor in PHASES}:
             for source in sources(arguments, length, "train"):
                 open_source(source, tokenizer, cache_dir=cache)
-        with ProcessPoolExecutor(arguments.workers, get_context("spawn")) as pool:
+        with worker_pool(arguments.workers) as pool:
             futures = [
                 pool.submit(run_seed, arguments, tokenizer, cache, seed)
                 for seed in range(arguments.seeds)

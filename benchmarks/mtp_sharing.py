@@ -18,8 +18,6 @@ import os
 import statistics
 import tempfile
 import time
-from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
 from pathlib import Path
 from typing import NamedTuple
 
@@ -44,6 +42,7 @@ from headrace.training.streams import TextStream
 from headrace.training.supervised import Budget
 from headrace.training.trainer import OptimizerConfig, Trainer
 from report import fill_sizes, new_parser, print_report
+from worker_pool import worker_pool
 
 VARIANTS = {"shared": MtpConfig(depth=3, shared=True), "single": MtpConfig(depth=1, shared=True)}
 DRAFT_STEPS = 4
@@ -274,9 +273,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, list[Result]]:
     with tempfile.TemporaryDirectory() as folder:
         cache = Path(folder)
         tokenizer = prepare_tokens(arguments.vocabulary, cache)
-        with ProcessPoolExecutor(
-            arguments.workers, get_context("spawn"), initializer=start_worker
-        ) as pool:
+        with worker_pool(arguments.workers, start_worker) as pool:
             futures = [
                 (name, seed, pool.submit(run, arguments, tokenizer, cache, name, seed))
                 for seed in range(arguments.seeds)

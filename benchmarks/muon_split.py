@@ -18,8 +18,6 @@ import os
 import statistics
 import time
 from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
 from typing import NamedTuple
 
 import torch
@@ -34,6 +32,7 @@ from headrace.model.config import LatentConfig, ModelConfig
 from headrace.model.decoder import Decoder
 from headrace.optim.groups import Algorithm, OptimizerGroups, build_optimizers
 from report import fill_sizes, new_parser, print_report
+from worker_pool import worker_pool
 
 ALGORITHMS: tuple[Algorithm, ...] = ("adamw", "muon", "muon_split")
 LEARNING_RATES: dict[Algorithm, float] = {"adamw": 4e-3, "muon": 16e-3, "muon_split": 16e-3}
@@ -183,9 +182,7 @@ def runs(arguments: argparse.Namespace) -> Iterator[tuple[Algorithm, int, float,
         for algorithm in ALGORITHMS
     ]
     corpus = (corpus_bytes("train", 8_000_000), corpus_bytes("held_out", 200_000))
-    with ProcessPoolExecutor(
-        arguments.workers, get_context("spawn"), initializer=start_worker, initargs=corpus
-    ) as pool:
+    with worker_pool(arguments.workers, start_worker, corpus) as pool:
         futures = [pool.submit(train, arguments, *run) for run in plan]
         for (algorithm, seed, rate), future in zip(plan, futures, strict=True):
             yield algorithm, seed, rate, future.result(timeout=600)

@@ -16,8 +16,6 @@ import argparse
 import statistics
 import time
 from collections import deque
-from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
 from typing import NamedTuple
 
 import torch
@@ -31,6 +29,7 @@ from headrace.training.batch import Sample, rollout_sample
 from headrace.training.reinforced import RlConfig
 from headrace.training.trainer import NonFiniteLossError, OptimizerConfig, Trainer
 from report import fill_sizes, new_parser, print_report
+from worker_pool import worker_pool
 
 METHODS = {
     "none": RlConfig(kind="none"),
@@ -224,7 +223,7 @@ def main() -> None:
         for method in METHODS
     ]
     found: dict[tuple[str, int], list[Outcomes]] = {}
-    with ProcessPoolExecutor(arguments.processes, mp_context=get_context("spawn")) as pool:
+    with worker_pool(arguments.processes) as pool:
         for job, outcomes in zip(jobs, pool.map(run, jobs), strict=True):
             found.setdefault((job.method, job.lag), []).append(outcomes)
     metrics = summarise(found) | {"wall_s": time.perf_counter() - started}

@@ -38,8 +38,6 @@ import statistics
 import tempfile
 import time
 from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +56,7 @@ from retokenising import (
     score,
 )
 from tool_rollouts import Source, quickstart, roll_out, smollm2
+from worker_pool import worker_pool
 
 CAUSES = ("remerged", "reserialised", "bytes_lost", "specials_spelt")
 T_95 = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365, 9: 2.306, 10: 2.262}
@@ -216,7 +215,7 @@ def main() -> None:
     torch.set_num_threads(1)
     jobs = jobs_of(arguments)
     rewards: dict[tuple[str, int], list[Outcomes]] = {}
-    with ProcessPoolExecutor(arguments.processes, mp_context=get_context("spawn")) as pool:
+    with worker_pool(arguments.processes) as pool:
         trained = pool.map(run, jobs)  # beside what follows: nothing here is timed
         metrics = measure_detours(arguments)
         for job, outcomes in zip(jobs, trained, strict=True):

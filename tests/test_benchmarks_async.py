@@ -1,7 +1,12 @@
 """The benchmark of asynchronous against synchronous RL: its workload and its bound are honest."""
 
 import math
+import os
+import select
 import statistics
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -72,3 +77,34 @@ def test_metrics_compare_equal_numbers_of_updates_and_have_fixed_keys():
 def test_sync_makes_no_more_updates_than_async():
     with pytest.raises(SystemExit):
         bench.parse(["--updates", "3", "--sync-updates", "4"])
+
+
+POOL = """
+import os
+from worker_pool import worker_pool
+
+if __name__ == "__main__":
+    with worker_pool(1) as pool:
+        print(pool.submit(os.getpid).result(), flush=True)
+        input()
+"""
+
+
+def test_workers_end_with_a_benchmark_that_is_killed(tmp_path):
+    (tmp_path / "pool.py").write_text(POOL)
+    folder = str(Path(bench.__file__).parent)
+    killed = subprocess.Popen(
+        [sys.executable, "pool.py"],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join([folder, *sys.path])},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    with killed:
+        assert killed.stdout is not None
+        worker = os.pidfd_open(int(killed.stdout.readline()))
+        try:
+            killed.kill()
+            assert select.select([worker], [], [], 20.0)[0] == [worker]
+        finally:
+            os.close(worker)

@@ -161,7 +161,7 @@ def _reply(
     os._exit(1)  # as an exception of the serving thread would end the process
 
 
-def _die_with_parent() -> None:
+def die_with_parent() -> None:
     """Ask the kernel for SIGKILL when the parent ends: a killed run leaves nothing behind."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)
@@ -170,7 +170,7 @@ def _die_with_parent() -> None:
 def main() -> None:
     """Entry point of the worker process."""
     parent = os.getppid()
-    _die_with_parent()
+    die_with_parent()
     if os.getppid() != parent:
         return
     # Ctrl-C reaches the whole terminal group; only the parent decides what it means.
