@@ -1,6 +1,7 @@
 """Connections that say nothing, say too much, or do not listen; and the port itself."""
 
 import asyncio
+import socket
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 from unittest.mock import Mock
@@ -14,6 +15,7 @@ from starlette.types import Receive, Scope, Send
 from uvicorn.server import ServerState
 
 from headrace.errors import UserError
+from headrace.http import server as server_module
 from headrace.http.server import ConnectionLimits, HttpServer, _Connection
 
 LARGE = 8 * 1024 * 1024
@@ -177,6 +179,38 @@ async def test_the_port_is_told_refused_when_taken_and_free_after_stop(app: Reco
     again = await HttpServer.start(app, port=server.port)
     assert again.port == server.port
     await again.stop()
+
+
+@pytest.mark.parametrize(
+    ("host", "address", "url"),
+    [
+        ("127.0.0.1", None, "http://127.0.0.1:{port}"),
+        ("127.0.0.1", "trainer.example", "http://trainer.example:{port}"),
+        ("127.0.0.1", "fd00::5", "http://[fd00::5]:{port}"),
+        ("0.0.0.0", None, "http://box:{port}"),
+        ("0.0.0.0", "10.0.0.5", "http://10.0.0.5:{port}"),
+    ],
+)
+async def test_its_url_is_what_others_call_the_machine(
+    app: Recorder,
+    host: str,
+    address: str | None,
+    url: str,
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.setattr("headrace.http.server.socket.gethostname", lambda: "box")
+    bound: list[str] = []
+    bind = server_module._bind
+
+    def bind_loopback(asked: str, port: int, name: str) -> socket.socket:
+        bound.append(asked)
+        return bind("127.0.0.1", port, name)  # a test opens nothing to others
+
+    monkeypatch.setattr(server_module, "_bind", bind_loopback)
+    running = await HttpServer.start(app, host=host, address=address)
+    assert running.url == url.format(port=running.port)
+    assert bound == [host]
+    await running.stop()
 
 
 async def test_an_open_request_does_not_keep_the_server_from_stopping(app: Recorder):

@@ -45,6 +45,7 @@ class Chat(ChatTask):
         if number > KILLED_AT + 8:  # those at work when it happens go on without it
             await asyncio.wait_for(self.back.wait(), 180.0)
         assert endpoint.models == ("judge",)
+        assert endpoint.base_url.startswith("http://localhost:")
         async with AsyncOpenAI(base_url=endpoint.base_url, api_key=endpoint.api_key) as client:
 
             async def ask(model: str, messages: list[Any]) -> Any:
@@ -113,6 +114,7 @@ def test_a_run_outlives_a_killed_replica(tmp_path: Path, monkeypatch: pytest.Mon
         engine={"replicas": 2, "max_running": 8, "max_context": 128},
         models={"judge": {"path": str(checkpoint), "renderer": "compact"}},
         session={"calls": 4, "sampled_tokens": 64},
+        gateway={"address": "localhost"},
     )
     run_dir = tmp_path / "run"
     assert run_recipe(recipe, run_dir, resume=False, no_isolation=True) == 0

@@ -246,6 +246,7 @@ async def _serve(
         gateway,
         host=recipe.gateway.host,
         port=recipe.gateway.port,
+        address=recipe.gateway.address,
         limits=ConnectionLimits(connections=most_requests(recipe)),
     )
     stack.push_async_callback(server.stop)

@@ -9,16 +9,17 @@ import json
 import logging
 import os
 import shlex
-import socket
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import httpx
 import msgspec
 
 from headrace.cluster.local import LocalCluster
 from headrace.errors import UserError
+from headrace.http.server import is_loopback
 from headrace.recipe import Recipe, TaskTable
 from headrace.recipe.tables import SandboxTable
 from headrace.sandbox import open_provider
@@ -110,6 +111,7 @@ async def open_tasks(
                     report(f"still {place.waiting}")
             elif table.service is not None:
                 place = _fixed_place(name, table)
+                _mind_the_way_back(recipe, name, place.name, report)
             elif table.where == "process":
                 if cluster is None:
                     cluster = LocalCluster()
@@ -164,12 +166,11 @@ async def _open_pools(
     tables = {name: table for name, table in tables.items() if table.registers}
     if not tables:
         return {}
-    host = recipe.gateway.host
-    register = await Register.start(host=host, port=recipe.gateway.register_port, report=report)
+    gateway = recipe.gateway
+    register = await Register.start(
+        host=gateway.host, port=gateway.register_port, address=gateway.address, report=report
+    )
     stack.push_async_callback(register.stop)
-    # What is bound to every address is reached at this machine's name.
-    everywhere = host in ("0.0.0.0", "::")
-    url = f"http://{socket.gethostname()}:{register.port}" if everywhere else register.url
     pools: dict[str, ServicePool] = {}
     for name, table in tables.items():
         target = name if name in task_names() else "package.module:Class"
@@ -178,7 +179,7 @@ async def _open_pools(
             [
                 *("headrace tasks serve", target),
                 *(f"--set {shlex.quote(f'{k}={json.dumps(v)}')}" for k, v in named.items()),
-                *("--token-env", str(table.token_env), "--register", url),
+                *("--token-env", str(table.token_env), "--register", register.url),
             ]
         )
         pools[name] = ServicePool(
@@ -226,6 +227,16 @@ def _fixed_place(name: str, table: TaskTable) -> FixedPlace:
     assert table.service is not None, "the caller looked"
     url = check_url(table.service, f"tasks.{name}.service")
     return FixedPlace(url, None if table.token_env is None else _token(name, table))
+
+
+def _mind_the_way_back(recipe: Recipe, name: str, url: str, report: Callable[[str], None]) -> None:
+    """Say so where a service on another machine is to call a gateway on loopback."""
+    host = recipe.gateway.host
+    if is_loopback(host) and not is_loopback(httpx.URL(url).host):
+        report(
+            f"task {name} is served at {url}, but gateway.host {host} is reached from this machine "
+            'only: unless there is a tunnel, set gateway.host = "0.0.0.0"'
+        )
 
 
 def _token(name: str, table: TaskTable) -> str:

@@ -3,9 +3,11 @@
 import sys
 
 import pytest
+from pydantic import ValidationError
 
 from headrace.errors import UserError
 from headrace.recipe import parse_recipe
+from headrace.recipe.tables import GatewayTable
 from headrace.task_services import check_tasks, open_tasks
 from headrace.tasks.importing import import_task
 from headrace.tasks.registry import make_task, resolved_options
@@ -127,6 +129,37 @@ def test_mistakes_in_a_table_name_their_place(table, says):
 def test_a_plan_finds_what_a_table_alone_does_not_show(table, says):
     with pytest.raises(UserError, match=says):
         check_tasks(recipe_of(sums=table), {"sums"})
+
+
+@pytest.mark.parametrize(
+    ("service", "host", "told"),
+    [
+        ("http://10.0.0.7:8700", "127.0.0.1", ['set gateway.host = "0.0.0.0"']),
+        ("http://127.0.0.1:8700", "127.0.0.1", []),
+        ("http://10.0.0.7:8700", "0.0.0.0", []),
+    ],
+)
+async def test_a_service_elsewhere_needs_a_way_back(service, host, told, monkeypatch):
+    class Opened(Exception):
+        pass
+
+    async def opened(*_, **__):
+        raise Opened
+
+    monkeypatch.setattr("headrace.task_services.RemoteTasks.open", opened)
+    recipe = recipe_of(sums={"service": service})
+    recipe = recipe.model_copy(update={"gateway": GatewayTable(host=host)})
+    words: list[str] = []
+    with pytest.raises(Opened):
+        async with open_tasks(recipe, {"sums"}, no_isolation=True, report=words.append):
+            pass
+    assert [w[-len(t) :] for w, t in zip(words, told, strict=True)] == told
+
+
+@pytest.mark.parametrize("address", ["http://10.0.0.5", "10.0.0.5:80", "a b", ""])
+def test_an_address_of_the_gateway_is_a_name_alone(address):
+    with pytest.raises(ValidationError, match="no scheme, port or path"):
+        GatewayTable(address=address)
 
 
 async def test_a_task_of_ones_own_runs_in_the_runs_process():

@@ -35,6 +35,7 @@ class GatewayServer:
         *,
         host: str = "127.0.0.1",
         port: int = 0,
+        address: str | None = None,
         admin_key: str | None = None,
         limits: ConnectionLimits | None = None,
     ) -> "GatewayServer":
@@ -50,7 +51,9 @@ class GatewayServer:
         app = create_app(gateway)
         if admin_key is not None:
             add_admin_routes(app, gateway, admin_key)
-        server = await HttpServer.start(app, host=host, port=port, name="gateway", limits=limits)
+        server = await HttpServer.start(
+            app, host=host, port=port, address=address, name="gateway", limits=limits
+        )
         return cls(gateway, server)
 
     async def stop(self) -> None:

@@ -172,25 +172,30 @@ class _Server(uvicorn.Server):
         self.up.set()
 
 
+EVERYWHERE = ("0.0.0.0", "::")
+"""Hosts that bind every address of this machine. Nobody can connect to them by these names."""
+
+
 class HttpServer:
     """A running HTTP server. `await HttpServer.start(app)`, then `await server.stop()`.
 
     Attributes:
         host: address it is bound to.
         port: TCP port it listens on.
+        address: what others call this machine.
     """
 
-    def __init__(self, host: str, port: int, server: _Server) -> None:
+    def __init__(self, host: str, port: int, address: str, server: _Server) -> None:
         self.host = host
         self.port = port
+        self.address = address
         self._server = server
         self._task: asyncio.Task[None] | None = None
 
     @property
     def url(self) -> str:
         """Where it answers, without a path."""
-        host = f"[{self.host}]" if ":" in self.host else self.host
-        return f"http://{host}:{self.port}"
+        return url_of(self.address, self.port)
 
     @property
     def connections(self) -> int:
@@ -205,6 +210,7 @@ class HttpServer:
         host: str = "127.0.0.1",
         port: int = 0,
         name: str = "server",
+        address: str | None = None,
         limits: ConnectionLimits | None = None,
     ) -> "HttpServer":
         """Serve `app`; returns once requests are accepted.
@@ -214,6 +220,8 @@ class HttpServer:
             host: address to bind.
             port: TCP port; 0 takes a free one, see `port`.
             name: what messages call it.
+            address: what others call this machine; by default `host`, or the machine's name where
+                that is every address.
             limits: of its connections.
 
         Raises:
@@ -237,7 +245,8 @@ class HttpServer:
             timeout_keep_alive=_KEEP_ALIVE_S,
             timeout_graceful_shutdown=int(_DRAIN_S),
         )
-        server = cls(host, sock.getsockname()[1], _Server(config))
+        address = address or (socket.gethostname() if host in EVERYWHERE else host)
+        server = cls(host, sock.getsockname()[1], address, _Server(config))
         task = asyncio.create_task(server._server.serve(sockets=[sock]), name=f"{name} http")
         server._task = task
         up = asyncio.create_task(server._server.up.wait())
@@ -263,6 +272,11 @@ class HttpServer:
             await asyncio.wait({task}, timeout=_DRAIN_S)
         elif not task.cancelled():
             task.result()
+
+
+def url_of(host: str, port: int) -> str:
+    """The root of a server by its host and port."""
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 def is_loopback(host: str) -> bool:

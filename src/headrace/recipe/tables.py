@@ -252,7 +252,10 @@ class GatewayTable(Table):
     """The HTTP server that agents talk to, and what it makes of their histories."""
 
     host: str = "127.0.0.1"
-    """Address to bind; loopback by default."""
+    """Address to bind; loopback by default. "0.0.0.0" binds every one."""
+    address: str | None = None
+    """Name or address by which agents and task services on other machines reach this one; by
+    default `host`, or this machine's name where that is every address."""
     port: Annotated[int, Field(ge=0, le=65535)] = 0
     """Port; 0 picks a free one."""
     register_port: Annotated[int, Field(ge=0, le=65535)] = 8690
@@ -275,6 +278,16 @@ class GatewayTable(Table):
     all."""
     discard_above: Annotated[int, Field(ge=0)] = 0
     """Tokens of a prompt above which everything but the task is discarded; 0 never does."""
+
+    @field_validator("address")
+    @classmethod
+    def _is_host(cls, address: str | None) -> str | None:
+        if address is not None and not re.fullmatch(r"[\w.-]+|[0-9a-fA-F:]+", address):
+            raise ValueError(
+                f'{address!r} must be a name or an address alone, like "10.0.0.5": no scheme, port '
+                "or path"
+            )
+        return address
 
     @field_validator("volatile")
     @classmethod

@@ -45,13 +45,19 @@ class Register:
 
     @classmethod
     async def start(
-        cls, *, host: str, port: int, report: Callable[[str], None] = _log.warning
+        cls,
+        *,
+        host: str,
+        port: int,
+        address: str | None = None,
+        report: Callable[[str], None] = _log.warning,
     ) -> "Register":
         """Listen; every announcement is refused until its pool is expected.
 
         Args:
             host: address to bind.
             port: TCP port; 0 picks a free one.
+            address: what services call this machine, see `HttpServer.start`.
             report: see the class.
 
         Raises:
@@ -70,6 +76,7 @@ class Register:
             app,
             host=host,
             port=port,
+            address=address,
             name="register of task services (gateway.register_port)",
             limits=ConnectionLimits(connections=_CONNECTIONS),
         )

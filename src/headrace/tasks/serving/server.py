@@ -10,7 +10,7 @@ import signal
 from typing import Any
 
 from headrace.errors import UserError
-from headrace.http.server import ConnectionLimits, HttpServer, is_loopback
+from headrace.http.server import ConnectionLimits, HttpServer, is_loopback, url_of
 from headrace.tasks.serving.app import create_task_app
 from headrace.tasks.serving.host import HostLimits, RolloutHost
 from headrace.tasks.types import TaskService
@@ -41,6 +41,11 @@ class TaskServer:
     def url(self) -> str:
         """What a recipe names as `service`."""
         return self._server.url
+
+    @property
+    def bound_url(self) -> str:
+        """The same by the address it is bound to, which may stand for every one."""
+        return url_of(self._server.host, self._server.port)
 
     @property
     def port(self) -> int:
@@ -148,7 +153,7 @@ async def serve_until_stopped(
         try:
             print(f"task {service.name} at {server.url} (Ctrl-C stops it)", flush=True)
             found = server.rollouts.describe()
-            async with announced(found, url or server.url, register=register, token=token):
+            async with announced(found, url or server.bound_url, register=register, token=token):
                 await asyncio.Event().wait()
         finally:
             await server.stop()
