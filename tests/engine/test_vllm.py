@@ -184,6 +184,17 @@ async def test_a_server_without_its_development_routes_samples_and_takes_no_weig
         await engine.load_weights(str(checkpoints[1]), 1)
 
 
+async def test_an_abort_before_the_first_token_has_none(opened):
+    fake, engine = await opened()
+    fake.moving.clear()
+    asked = asyncio.create_task(engine.generate(ask("a", PROMPT)))
+    await until(lambda: bool(fake.requests))
+    await engine.abort("a")
+    result = await asked
+    assert (result.finish_reason, result.spans) == (FinishReason.ABORTED, ())
+    fake.moving.set()
+
+
 async def test_an_end_that_nobody_asked_for_is_a_failure(opened):
     fake, engine = await opened()
     asked = asyncio.create_task(engine.generate(ask("a", PROMPT, max_tokens=100)))

@@ -175,12 +175,12 @@ class VllmFake(ToyServer):
         return rows
 
     def version_spans(self, versions: list[str]) -> list[dict[str, Any]]:
-        starts = [i for i, v in enumerate(versions) if i == 0 or v != versions[i - 1]]
-        ends = [*starts[1:], len(versions)]
-        return [
-            {"version": versions[s], "start": s, "end": e}
-            for s, e in zip(starts, ends, strict=True)
-        ]
+        spans: list[dict[str, Any]] = []
+        for place, version in enumerate(versions):
+            if not spans or spans[-1]["version"] != version:
+                spans.append({"version": version, "start": place})
+            spans[-1]["end"] = place + 1
+        return spans
 
     async def abort_requests(self, request: Request) -> Response:
         self.abort((await request.json())["request_ids"])
