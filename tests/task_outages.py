@@ -13,12 +13,12 @@ from headrace.rollout.types import Outcome
 UPDATES, INSTANCES = 6, 4
 
 
-def stage(*tasks: str, seconds: float) -> dict[str, Any]:
-    """An RL stage of `tasks`, in equal parts."""
+def stage(steady: str, failing: str, *, seconds: float) -> dict[str, Any]:
+    """An RL stage of both, in equal parts. What `steady` may wait for leaves room for the other."""
     return {
         "kind": "agentic_rl",
         "name": "rl",
-        "tasks": dict.fromkeys(tasks, 1.0),
+        "tasks": {steady: {"ratio": 1.0, "concurrency": 8}, failing: 1.0},
         "updates": UPDATES,
         "group_size": 4,
         "groups_per_batch": 2,

@@ -35,7 +35,7 @@ class Steady(ChatTask):
         await ask(endpoint, f"hello {number}", max_tokens=8)
         if self.kill_at and number > self.kill_at + 8:
             async with asyncio.timeout(180):
-                while len((self.folder / "starts").read_text()) < 2:
+                while not (self.folder / "back").exists():
                     await asyncio.sleep(0.02)  # another process's file
         return RolloutResult(Outcome.OK, {"reward": float(number % 2)})
 
@@ -50,6 +50,12 @@ class Shaky(Steady):
             (self.folder / "pid").write_text(str(os.getpid()))
             with (self.folder / "starts").open("a") as starts:
                 starts.write("x")
+
+    async def rollout(self, instance, endpoint):
+        result = await super().rollout(instance, endpoint)
+        if len((self.folder / "starts").read_text()) > 1:
+            (self.folder / "back").touch()
+        return result
 """
 
 
