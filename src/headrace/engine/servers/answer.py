@@ -2,7 +2,7 @@
 
 import msgspec
 
-from headrace.engine.types import Alternatives, SamplingParams
+from headrace.engine.types import Alternatives, EngineError, SamplingParams
 from headrace.rollout.types import FinishReason, Span
 
 
@@ -50,3 +50,25 @@ def samples_raw(sampling: SamplingParams) -> bool:
         return plain
     filters = sampling.top_p < 1 or sampling.top_k or sampling.min_p
     return plain and sampling.temperature == 1 and not filters
+
+
+def finish_reason(said: str | None, server: str) -> FinishReason:
+    """Why a request ended, in the word that `server` has for it.
+
+    Raises:
+        EngineError: FAILED: a word for something else.
+    """
+    match said:
+        case "stop":
+            return FinishReason.STOP
+        case "length":
+            return FinishReason.LENGTH
+        case "abort":
+            return FinishReason.ABORTED
+        case other:
+            raise EngineError(EngineError.FAILED, f"{server} ended the request with {other!r}")
+
+
+def version_of(label: str) -> int | None:
+    """The version that a server's label spells; None if it is another's."""
+    return int(label) if label.isascii() and label.isdigit() else None

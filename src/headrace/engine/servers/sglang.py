@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from headrace.engine.config import UpdatePolicy
-from headrace.engine.servers.answer import Answer, samples_raw
+from headrace.engine.servers.answer import Answer, finish_reason, samples_raw, version_of
 from headrace.engine.servers.checkpoint import ServedCheckpoint
 from headrace.engine.servers.updates import LOAD_TIMEOUT_S, PausingEngine
 from headrace.engine.types import (
@@ -24,7 +24,6 @@ from headrace.engine.types import (
     OnProgress,
 )
 from headrace.errors import UserError
-from headrace.rollout.types import FinishReason
 
 _SEED_MASK = (1 << 63) - 1
 _LABEL_UNSET = "default"
@@ -213,7 +212,7 @@ class SglangEngine(PausingEngine):
         return Answer(
             ids,
             logprobs,
-            _reason(meta.finish_reason),
+            finish_reason(meta.finish_reason.type, "SGLang"),
             raw_logprobs=logprobs if samples_raw(sampling) else (),
             alternatives=tuple(
                 _alternatives(row, sampling.logprobs) for row in meta.output_top_logprobs or ()
@@ -267,21 +266,7 @@ class SglangEngine(PausingEngine):
 
 
 def _number(label: str | None) -> int | None:
-    if label is None or label == _LABEL_UNSET:
-        return None
-    return int(label) if label.isascii() and label.isdigit() else None
-
-
-def _reason(ended: _Ended) -> FinishReason:
-    match ended.type:
-        case "stop":
-            return FinishReason.STOP
-        case "length":
-            return FinishReason.LENGTH
-        case "abort":
-            return FinishReason.ABORTED
-        case other:
-            raise EngineError(EngineError.FAILED, f"SGLang ended the request with {other!r}")
+    return None if label is None or label == _LABEL_UNSET else version_of(label)
 
 
 def _alternatives(row: list[_Scored] | None, most: int) -> Alternatives:

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from headrace.engine.config import UpdatePolicy
-from headrace.engine.servers.answer import Answer, samples_raw
+from headrace.engine.servers.answer import Answer, finish_reason, samples_raw, version_of
 from headrace.engine.servers.checkpoint import ServedCheckpoint
 from headrace.engine.servers.updates import LOAD_TIMEOUT_S, PausingEngine
 from headrace.engine.types import (
@@ -24,7 +24,7 @@ from headrace.engine.types import (
     SamplingParams,
 )
 from headrace.errors import UserError
-from headrace.rollout.types import FinishReason, Span
+from headrace.rollout.types import Span
 
 _KEY_PREFIX = "generate-tokens-"
 """What the server puts before a request's id, and wants to see when one is aborted."""
@@ -163,7 +163,7 @@ class VllmEngine(PausingEngine):
                     f"vLLM at {self._http.url} is paused, so an update may have been left halfway; "
                     "start it again"
                 )
-            version = _number(await self._label())
+            version = version_of(await self._label())
         self._require_same_model(models.data[0])
         return models.data[0].max_model_len, version
 
@@ -283,7 +283,7 @@ class VllmEngine(PausingEngine):
         return Answer(
             ids,
             logprobs,
-            _reason(choice.finish_reason),
+            finish_reason(choice.finish_reason, "vLLM"),
             spans=self._spans(ids, logprobs, choice.weight_versions),
             raw_logprobs=logprobs if samples_raw(sampling) else (),
             alternatives=tuple(
@@ -307,7 +307,7 @@ class VllmEngine(PausingEngine):
         """Spans as the server stamped them; None if it did not, or not with numbers."""
         spans, at = [], 0
         for part in versions or ():
-            version = _number(part.version)
+            version = version_of(part.version)
             if version is None or part.start != at or part.end < at:
                 return None
             at = part.end
@@ -362,22 +362,6 @@ class VllmEngine(PausingEngine):
         await self._http.post("/resume")
         if (await self._http.get("/is_paused", _Paused)).is_paused:
             raise EngineError(EngineError.FAILED, "vLLM is still paused after /resume")
-
-
-def _number(label: str) -> int | None:
-    return int(label) if label.isascii() and label.isdigit() else None
-
-
-def _reason(said: str | None) -> FinishReason:
-    match said:
-        case "stop":
-            return FinishReason.STOP
-        case "length":
-            return FinishReason.LENGTH
-        case "abort":
-            return FinishReason.ABORTED
-        case other:
-            raise EngineError(EngineError.FAILED, f"vLLM ended the request with {other!r}")
 
 
 def _likeliest(rows: list[tuple[int, float]], sampling: SamplingParams) -> Alternatives:
