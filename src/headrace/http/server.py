@@ -172,10 +172,6 @@ class _Server(uvicorn.Server):
         self.up.set()
 
 
-EVERYWHERE = ("0.0.0.0", "::")
-"""Hosts that bind every address of this machine. Nobody can connect to them by these names."""
-
-
 class HttpServer:
     """A running HTTP server. `await HttpServer.start(app)`, then `await server.stop()`.
 
@@ -245,7 +241,7 @@ class HttpServer:
             timeout_keep_alive=_KEEP_ALIVE_S,
             timeout_graceful_shutdown=int(_DRAIN_S),
         )
-        address = address or (socket.gethostname() if host in EVERYWHERE else host)
+        address = address or (socket.gethostname() if is_unspecified(host) else host)
         server = cls(host, sock.getsockname()[1], address, _Server(config))
         task = asyncio.create_task(server._server.serve(sockets=[sock]), name=f"{name} http")
         server._task = task
@@ -285,6 +281,14 @@ def is_loopback(host: str) -> bool:
         return True
     try:
         return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def is_unspecified(host: str) -> bool:
+    """Whether it binds every address of this machine, and so is none that others could call."""
+    try:
+        return ipaddress.ip_address(host).is_unspecified
     except ValueError:
         return False
 

@@ -7,7 +7,6 @@ another recipe. It knows the register's protocol and nothing of rollouts.
 import asyncio
 import contextlib
 import functools
-import ipaddress
 import socket
 import uuid
 from collections.abc import AsyncIterator, Callable
@@ -16,6 +15,7 @@ from typing import Any
 import httpx
 
 from headrace.errors import UserError
+from headrace.http.server import is_unspecified
 from headrace.tasks.remote.checking import Misreport, read
 from headrace.tasks.remote.client import Refused, TaskClient, Unreachable, check_url
 from headrace.tasks.serving.wire import Announcement, Description, Standing
@@ -168,11 +168,8 @@ def reachable_url(url: str, register: str) -> str:
     """
     check_url(register, "register")
     here, there = httpx.URL(url), httpx.URL(register)
-    try:
-        if not ipaddress.ip_address(here.host).is_unspecified:
-            return url
-    except ValueError:
-        return url  # a name
+    if not is_unspecified(here.host):
+        return url
     try:
         port = there.port or (443 if there.scheme == "https" else 80)
         kind = socket.SOCK_DGRAM  # nothing is sent
