@@ -142,10 +142,12 @@ def test_what_no_row_sees_may_be_anything(backend):
 
 
 @pytest.mark.parametrize("backend", ["cpu", "reference"])
-def test_keys_and_values_of_a_block_may_lie_side_by_side(backend):
-    q = torch.randn(3, 4, 16, generator=generator())
-    pool = torch.randn(5, 2, 2, 4, 16, generator=generator(1))
-    keys, values = pool[:, 0], pool[:, 1]
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("beside", [1, 2], ids=["by block", "by head"])
+def test_keys_and_values_of_a_block_may_lie_side_by_side(backend, dtype, beside):
+    q = torch.randn(3, 4, 16, generator=generator()).to(dtype)
+    pool = torch.randn(5, 2, 2, 4, 16, generator=generator(1)).to(dtype)
+    keys, values = pool.unbind(beside)
     tables = torch.tensor([[4, 2], [0, -1]], dtype=torch.int32)
     starts, counts = torch.tensor([4, 0]), torch.tensor([2, 1])
     with ops.use(backend):

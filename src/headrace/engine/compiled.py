@@ -81,6 +81,7 @@ class _Step(ctypes.Structure):
                 "table_width",
                 "block_tokens",
                 "block_stride",
+                "head_stride",
                 "interleaved",
             )
         ),
@@ -164,6 +165,7 @@ class CompiledStep:
             blocks=cache.blocks,
             block_tokens=cache.block_tokens,
             block_stride=cache.keys[0].stride(0),
+            head_stride=cache.keys[0].stride(1),
             interleaved=shape.rope_interleaved,
             epsilon=shape.norm_eps,
             scale=shape.head_dim**-0.5,

@@ -33,7 +33,7 @@ typedef struct {
     const float *feed_forward_norm;        /* [hidden] */
     const float *gate_up;                  /* packed hidden -> 2 inner */
     const float *down;                     /* packed inner -> hidden */
-    float *keys, *values;                  /* [blocks, Hkv, block_tokens, d] */
+    float *keys, *values; /* [blocks, Hkv, block_tokens, d], so far apart as Step says */
 } Layer;
 
 typedef struct {
@@ -47,7 +47,7 @@ typedef struct {
     float *logits;                /* [n, vocab] out */
     float *scratch;               /* scratch_size() floats */
     int64_t n, num_layers, hidden, inner, heads, kv_heads, dim, vocab, longest, table_width, block_tokens,
-        interleaved;
+        block_stride, head_stride, interleaved;
     float epsilon;
 } Step;
 
@@ -153,8 +153,8 @@ static void rotate(float *restrict x, const float *restrict cosine, const float 
  * which follow in the same block. */
 static inline __attribute__((always_inline)) void attend_group(
     const float *restrict q, const float *restrict keys, const float *restrict values,
-    const int32_t *restrict table, int64_t block_tokens, int64_t block_stride, int64_t length,
-    int64_t stride, float *restrict scores, float *restrict out, const int64_t dim,
+    const int32_t *restrict table, int64_t block_tokens, int64_t block_stride, int64_t head_stride,
+    int64_t length, int64_t stride, float *restrict scores, float *restrict out, const int64_t dim,
     const int64_t group) {
     float query[group * dim], sum[group * dim], total[group];
     const float scale = 1.0f / __builtin_sqrtf((float)dim);
@@ -186,7 +186,7 @@ static inline __attribute__((always_inline)) void attend_group(
     memset(sum, 0, sizeof sum);
     for (int64_t first = 0; first < length; first += block_tokens) {
         const int64_t base = table[first / block_tokens] * block_stride;
-        const float *next = keys + base + block_tokens * dim;
+        const float *next = keys + base + head_stride;
         const int64_t count = length - first < block_tokens ? length - first : block_tokens;
         for (int64_t j = 0; j < count; j++) {
             const float *restrict value = values + base + j * dim;
@@ -204,8 +204,8 @@ static inline __attribute__((always_inline)) void attend_group(
 static void attend(const Step *s, const Layer *layer, const float *qkv, float *scores, float *out) {
     const int64_t dim = s->dim, group = s->heads / s->kv_heads;
     const int64_t width = (s->heads + 2 * s->kv_heads) * dim;
-    const int64_t block = s->block_tokens, head_stride = block * dim;
-    const int64_t block_stride = s->kv_heads * head_stride;
+    const int64_t block = s->block_tokens;
+    const int64_t block_stride = s->block_stride, head_stride = s->head_stride;
     for (int64_t i = 0; i < s->n; i++, qkv += width) {
         const int64_t at = s->positions[i], length = at + 1;
         const int32_t *table = s->tables + i * s->table_width;
@@ -217,13 +217,13 @@ static void attend(const Step *s, const Layer *layer, const float *qkv, float *s
             memcpy(values + last, k + s->kv_heads * dim, dim * sizeof(float));
 #define CASE(DIM, GROUP)                                                                           \
     if (dim == DIM && group == GROUP)                                                              \
-        attend_group(q, keys, values, table, block, block_stride, length, s->longest, scores, out, \
-                     DIM, GROUP);                                                                  \
+        attend_group(q, keys, values, table, block, block_stride, head_stride, length, s->longest, \
+                     scores, out, DIM, GROUP);                                                     \
     else
             CASE(32, 1) CASE(32, 2) CASE(32, 3) CASE(64, 1) CASE(64, 2) CASE(64, 3) CASE(64, 4)
             CASE(128, 1) CASE(128, 2)
-            attend_group(q, keys, values, table, block, block_stride, length, s->longest, scores,
-                         out, dim, group);
+            attend_group(q, keys, values, table, block, block_stride, head_stride, length,
+                         s->longest, scores, out, dim, group);
 #undef CASE
         }
     }

@@ -101,6 +101,8 @@ class _Step(ctypes.Structure):
                 "longest",
                 "table_width",
                 "block_tokens",
+                "block_stride",
+                "head_stride",
                 "interleaved",
             )
         ),
@@ -146,6 +148,8 @@ class PlainStep:
             vocab=shape.vocab_size,
             longest=longest,
             block_tokens=cache.block_tokens,
+            block_stride=cache.keys[0].stride(0),
+            head_stride=cache.keys[0].stride(1),
             interleaved=shape.rope_interleaved,
             epsilon=shape.norm_eps,
         )

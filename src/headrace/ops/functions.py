@@ -178,7 +178,7 @@ def paged_attention(
     Args:
         q: [S, H, d], the rows of sequence 0, then those of sequence 1, and so on.
         keys: [N, Hkv, P, d], same dtype as q; H is a multiple of Hkv, neighbouring query heads
-            share a key head. The last three dimensions are contiguous.
+            share a key head. The last two dimensions are contiguous.
         values: as keys.
         tables: int32 [n, B], block numbers; what lies behind a sequence's last position is not
             looked at (-1 by custom).
@@ -203,8 +203,8 @@ def paged_attention(
         raise _misfit(q=q, keys=keys, values=values)
     _check_dtypes(q=q, keys=keys, values=values)
     for name, pool in (("keys", keys), ("values", values)):
-        if not (pool.is_contiguous() or pool[:1].is_contiguous()):
-            raise ValueError(f"{name}: the last three dimensions must be contiguous")
+        if not pool[:1, :1].is_contiguous():
+            raise ValueError(f"{name}: the last two dimensions must be contiguous")
     first, rows = _numbers(starts), _numbers(counts)
     if tables.dim() != 2 or tables.shape[0] != len(rows):
         raise ValueError(f"tables {list(tables.shape)} must have one row for each of counts {rows}")

@@ -38,7 +38,7 @@ def paged_attention(
         *(q, keys, values, tables),
         *(torch.as_tensor(x, dtype=torch.int64).contiguous() for x in (starts, counts)),
         *(tables.shape[0], blocks, tables.shape[1], q.shape[1], kv_heads, block_tokens, width),
-        *(keys.stride(0), values.stride(0)),
+        *(keys.stride(0), keys.stride(1), values.stride(0), values.stride(1)),
         float(scale),
         out,
     )

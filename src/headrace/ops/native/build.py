@@ -60,7 +60,7 @@ _SIGNATURES: dict[str, tuple[type, ...]] = {
     "headrace_latent_backward": (*(_POINTER,) * 6, *(_SIZE,) * 6, _FLOAT, *(_POINTER,) * 2),
     "headrace_indexer_forward": (*(_POINTER,) * 4, *(_SIZE,) * 5, _POINTER),
     "headrace_indexer_backward": (*(_POINTER,) * 5, *(_SIZE,) * 5, *(_POINTER,) * 3),
-    "headrace_paged_attention": (*(_POINTER,) * 6, *(_SIZE,) * 9, _FLOAT, _POINTER),
+    "headrace_paged_attention": (*(_POINTER,) * 6, *(_SIZE,) * 11, _FLOAT, _POINTER),
     "headrace_decode_step": (_POINTER,),
     "headrace_pack_matrix": (_POINTER, _SIZE, _INT, _SIZE, _SIZE, _POINTER, _POINTER),
     "headrace_packed_linear": (_POINTER, _SIZE, *(_POINTER,) * 3, _INT, *(_SIZE,) * 3, _POINTER),

@@ -75,17 +75,12 @@ class StepRun {
     if (memory == nullptr) return kNoMemory;
     Arena arena{reinterpret_cast<uintptr_t>(memory)};
     place(arena, threads);
-    for (int64_t l = 0; l < s_.num_layers; l++) new (next_ + l) Next;
+    for (int64_t l = 0; l < s_.num_layers; l++) new (claims_ + l) Claims;
     run_team(threads, [this](const Member& me) { compute(me); });
     return kOk;
   }
 
  private:
-  // The next piece of attention that nobody has taken, of one layer.
-  struct alignas(64) Next {
-    std::atomic<int64_t> piece{0};
-  };
-
   // Whether every row is a token that exists at its sequence's next position.
   bool rows_hold() const {
     int64_t row = 0;
@@ -119,7 +114,7 @@ class StepRun {
     prepared_ = arena.take<char>(static_cast<int64_t>(most));
     shared_ = arena.take<char>(static_cast<int64_t>(work_.shared_size(attention(0))));
     own_ = arena.take<char>(threads * round_up(static_cast<int64_t>(own_size_), 64));
-    next_ = arena.take<Next>(s_.num_layers);
+    claims_ = arena.take<Claims>(s_.num_layers);
   }
 
   size_t bytes_for(const StepMatrix& m, int64_t rows) const {
@@ -136,8 +131,9 @@ class StepRun {
 
   Paged attention(int64_t layer) const {
     const StepLayer& l = s_.layers[layer];
-    return {q_,     l.keys, l.values,        mixed_,          s_.heads, s_.heads / s_.kv_heads, s_.block_tokens,
-            s_.dim, s_.block_stride, s_.block_stride, s_.scale};
+    const PagedStrides strides{s_.block_stride, s_.head_stride};
+    return {q_, l.keys, l.values, mixed_, s_.heads, s_.heads / s_.kv_heads, s_.block_tokens, s_.dim,
+            strides, strides, s_.scale};
   }
 
   void compute(const Member& me) const {
@@ -219,7 +215,7 @@ class StepRun {
     }
     rotate(q, position, s_.heads, at(q_, i, q_width_));
     for (int64_t h = 0; h < s_.kv_heads; h++) {
-      const int64_t to = block * s_.block_stride + (h * s_.block_tokens + place) * d;
+      const int64_t to = block * s_.block_stride + h * s_.head_stride + place * d;
       rotate(k + bytes(h * d), position, 1, at(layer.keys, to, 1));
       memcpy(at(layer.values, to, 1), v + bytes(h * d), bytes(d));
     }
@@ -235,10 +231,7 @@ class StepRun {
   void attend(int64_t l, const Member& me) const {
     const Paged a = attention(l);
     char* own = own_ + me.index * round_up(static_cast<int64_t>(own_size_), 64);
-    std::atomic<int64_t>& next = next_[l].piece;
-    for (int64_t piece = next.fetch_add(1, std::memory_order_relaxed); piece < work_.pieces();
-         piece = next.fetch_add(1, std::memory_order_relaxed))
-      work_.compute(a, paged_, piece, shared_, own);
+    work_.compute(a, paged_, me.count, claims_[l], shared_, own);
     me.wait();
     if (work_.joints() == 0) return;
     for (int64_t j = me.begin(work_.joints()); j < me.end(work_.joints()); j++)
@@ -265,7 +258,7 @@ class StepRun {
   size_t own_size_ = 0;
   char *x_ = nullptr, *delta_, *normed_, *qkv_, *q_ = nullptr, *mixed_ = nullptr, *gate_up_,
        *active_, *prepared_, *shared_, *own_;
-  Next* next_;
+  Claims* claims_;
 };
 
 }  // namespace

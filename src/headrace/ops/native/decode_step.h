@@ -26,8 +26,8 @@ struct StepLayer {
 // [vocab,hidden]; cosine and sine [longest or more, d]; ids, positions and owners [n]: each row's
 // token, where it goes, and whose it is; starts and counts [sequences]: position of each one's first
 // row, and its rows; tables [sequences,table_width], the blocks of each sequence, which are below
-// `blocks` and lie `block_stride` elements apart; asked [num_asked], rows whose logits
-// [num_asked,vocab] are wanted, ascending.
+// `blocks` and lie `block_stride` elements apart, heads `head_stride`; asked [num_asked], rows whose
+// logits [num_asked,vocab] are wanted, ascending.
 struct Step {
   const StepLayer* layers;
   const void *embedding, *final_norm, *cosine, *sine;
@@ -36,7 +36,7 @@ struct Step {
   const int32_t* tables;
   void* logits;
   int64_t n, sequences, num_asked, num_layers, hidden, inner, heads, kv_heads, dim, vocab, longest,
-      blocks, table_width, block_tokens, block_stride, interleaved;
+      blocks, table_width, block_tokens, block_stride, head_stride, interleaved;
   float epsilon, scale;
 };
 

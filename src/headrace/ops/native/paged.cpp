@@ -12,6 +12,7 @@ namespace {
 
 constexpr int64_t kTileRows = 384;   // query rows that share what is loaded of a chunk of keys
 constexpr int64_t kSplitRows = 16;  // with more rows than this, one sequence has tiles enough
+constexpr int64_t kShares = 8;      // that a thread should have at least, so that all end together
 constexpr int64_t kGrain = 1 << 18;  // cost that is worth waking another thread
 
 size_t partial_size(const Paged& a, int64_t rows) {
@@ -65,6 +66,7 @@ bool PagedWork::plan(const Paged& a, const int32_t* tables, const int64_t* start
                      const int64_t* counts, int64_t n, int64_t N, int64_t B, int64_t Hkv) {
   if (!tables_hold(tables, starts, counts, n, N, B, a.P)) return false;
   const int64_t step = std::max<int64_t>(1, kTileRows / a.group);
+  heads_ = Hkv;
   int64_t row = 0;
   for (int64_t i = 0; i < n; i++) {
     for (int64_t t = 0; t < counts[i]; t += step) {
@@ -105,21 +107,37 @@ size_t PagedWork::own_size(const Paged& a, const PagedKernels& kernels) const {
   return 2 * partial_size(a, most_rows_) + kernels.scratch(a, most_rows_);
 }
 
-void PagedWork::compute(const Paged& a, const PagedKernels& kernels, int64_t piece, char* shared,
-                        char* own) const {
-  const Item& item = items_[piece];
+void PagedWork::compute(const Paged& a, const PagedKernels& kernels, int threads, Claims& claims,
+                        char* shared, char* own) const {
+  // The heads of a sequence lie side by side: where there is plenty, one thread takes all of them.
+  const int64_t together = std::max<int64_t>(1, std::min(heads_, pieces() / (threads * kShares)));
+  const auto claim = [&] { return claims.next.fetch_add(together, std::memory_order_relaxed); };
+  for (int64_t first = claim(); first < pieces();) {
+    const int64_t last = std::min(first + together, pieces()), then = claim();
+    for (int64_t piece = first; piece < last; piece++) {
+      const int64_t after = piece + 1 < last ? piece + 1 : then;
+      Upcoming upcoming;
+      if (after < pieces()) upcoming = {&tiles_[items_[after].tile], items_[after].first};
+      compute_piece(a, kernels, items_[piece], upcoming, shared, own);
+    }
+    first = then;
+  }
+}
+
+void PagedWork::compute_piece(const Paged& a, const PagedKernels& kernels, const Item& item,
+                              const Upcoming& upcoming, char* shared, char* own) const {
   const PagedTile& tile = tiles_[item.tile];
   Arena arena{reinterpret_cast<uintptr_t>(own)};
   const Partial sum = Partial::take(a, most_rows_, arena);
   const Partial next = Partial::take(a, most_rows_, arena);
   if (item.shared >= 0) {
-    kernels.span(a, tile, item.first, partial_at(a, shared, item.shared), arena);
+    kernels.span(a, tile, item.first, upcoming, partial_at(a, shared, item.shared), arena);
     return;
   }
-  kernels.span(a, tile, item.first, sum, arena);
-  for (int64_t span = item.first + 1; span < item.last; span++) {
-    kernels.span(a, tile, span, next, arena);
-    kernels.merge(a, tile, span, sum, next);
+  for (int64_t span = item.first; span < item.last; span++) {
+    const Upcoming here = span + 1 < item.last ? Upcoming{&tile, span + 1} : upcoming;
+    kernels.span(a, tile, span, here, span == item.first ? sum : next, arena);
+    if (span > item.first) kernels.merge(a, tile, span, sum, next);
   }
   kernels.finish(a, tile, sum);
 }
@@ -138,14 +156,15 @@ void PagedWork::join(const Paged& a, const PagedKernels& kernels, int64_t joint,
 
 using namespace headrace;
 
-// q and out [S,H,d]; keys and values N blocks of [Hkv,P,d], `key_stride` and `value_stride`
-// elements apart; tables [n,B]; starts and counts [n].
+// q and out [S,H,d]; keys and values N blocks of [Hkv,P,d], blocks and heads so many elements
+// apart; tables [n,B]; starts and counts [n].
 extern "C" HR_EXPORT int headrace_paged_attention(
     int level, int threads, int dtype, const void* q, const void* keys, const void* values,
     const int32_t* tables, const int64_t* starts, const int64_t* counts, int64_t n, int64_t N,
-    int64_t B, int64_t H, int64_t Hkv, int64_t P, int64_t d, int64_t key_stride,
-    int64_t value_stride, float scale, void* out) {
-  const Paged a{q, keys, values, out, H, H / Hkv, P, d, key_stride, value_stride, scale};
+    int64_t B, int64_t H, int64_t Hkv, int64_t P, int64_t d, int64_t key_block, int64_t key_head,
+    int64_t value_block, int64_t value_head, float scale, void* out) {
+  const Paged a{q, keys, values, out, H, H / Hkv, P, d, {key_block, key_head},
+                {value_block, value_head}, scale};
   const PagedKernels kernels = paged_kernels(level, dtype);
   PagedWork work;
   if (!work.plan(a, tables, starts, counts, n, N, B, Hkv)) return kBadIndex;
@@ -156,13 +175,13 @@ extern "C" HR_EXPORT int headrace_paged_attention(
   if (shared.data == nullptr) return kNoMemory;
   const size_t own_size = work.own_size(a, kernels);
   bool full = false;
+  Claims claims;
 #pragma omp parallel num_threads(workers) reduction(|| : full) if (workers > 1)
   {
     Block own(own_size);
     full = own.data == nullptr;
-#pragma omp for schedule(dynamic, 1)
-    for (int64_t i = 0; i < work.pieces(); i++)
-      if (!full) work.compute(a, kernels, i, shared.data, own.data);
+    if (!full) work.compute(a, kernels, workers, claims, shared.data, own.data);
+#pragma omp barrier
 #pragma omp for schedule(static)
     for (int64_t i = 0; i < work.joints(); i++) work.join(a, kernels, i, shared.data);
   }

@@ -1,6 +1,7 @@
 // Arguments of paged attention, shared by its driver and its kernels.
 #pragma once
 
+#include <atomic>
 #include <utility>
 #include <vector>
 
@@ -13,24 +14,31 @@ namespace headrace {
 // keys that any kernel handles at a time.
 constexpr int64_t kSpan = 2048;
 
-// q and out [S,H,d]; keys and values are blocks of [Hkv,P,d], `key_stride` and `value_stride`
-// elements apart. H = Hkv * group.
+// Elements between two blocks and between two heads of keys or of values.
+struct PagedStrides {
+  int64_t block, head;
+
+  int64_t at(int64_t of_block, int64_t of_head) const { return of_block * block + of_head * head; }
+};
+
+// q and out [S,H,d]; keys and values are blocks of [Hkv,P,d]. H = Hkv * group.
 struct Paged {
   const void* q;
   const void* keys;
   const void* values;
   void* out;
-  int64_t H, group, P, d, key_stride, value_stride;
+  int64_t H, group, P, d;
+  PagedStrides key_strides, value_strides;
   float scale;
 
   int64_t sum_row() const { return round_up(d, 32) + 16; }  // no power of two: spreads over sets
   template <class In>
   const In* key(int64_t block, int64_t head, int64_t place) const {
-    return static_cast<const In*>(keys) + block * key_stride + (head * P + place) * d;
+    return static_cast<const In*>(keys) + key_strides.at(block, head) + place * d;
   }
   template <class In>
   const In* value(int64_t block, int64_t head, int64_t place) const {
-    return static_cast<const In*>(values) + block * value_stride + (head * P + place) * d;
+    return static_cast<const In*>(values) + value_strides.at(block, head) + place * d;
   }
 };
 
@@ -71,8 +79,14 @@ struct Partial {
   }
 };
 
-using PagedSpan = void (*)(const Paged&, const PagedTile&, int64_t span, const Partial& out,
-                           Arena scratch);
+// What will be read next, and may be fetched meanwhile: a tile from a span on, or nothing.
+struct Upcoming {
+  const PagedTile* tile = nullptr;
+  int64_t span = 0;
+};
+
+using PagedSpan = void (*)(const Paged&, const PagedTile&, int64_t span, const Upcoming&,
+                           const Partial& out, Arena scratch);
 using PagedMerge = void (*)(const Paged&, const PagedTile&, int64_t span, const Partial& into,
                             const Partial& from);
 using PagedFinish = void (*)(const Paged&, const PagedTile&, const Partial&);
@@ -86,6 +100,11 @@ struct PagedKernels {
 };
 
 PagedKernels paged_kernels(int level, int dtype);
+
+// The next piece that nobody has claimed.
+struct alignas(64) Claims {
+  std::atomic<int64_t> next{0};
+};
 
 // A call cut into pieces that any threads may compute in any order, and then joints, where the
 // pieces of a long sequence come together. The cut depends on lengths only: one serves all layers.
@@ -105,8 +124,9 @@ class PagedWork {
   size_t shared_size(const Paged& a) const;
   size_t own_size(const Paged& a, const PagedKernels& kernels) const;
 
-  void compute(const Paged& a, const PagedKernels& kernels, int64_t piece, char* shared,
-               char* own) const;
+  // Computes pieces that nobody has claimed until there are none; called by each of `threads`.
+  void compute(const Paged& a, const PagedKernels& kernels, int threads, Claims& claims,
+               char* shared, char* own) const;
   // Only when all pieces are done.
   void join(const Paged& a, const PagedKernels& kernels, int64_t joint, char* shared) const;
 
@@ -117,18 +137,20 @@ class PagedWork {
     int64_t tile, first, last, shared, cost;
   };
   void add(const Paged& a, const PagedTile& tile);
+  void compute_piece(const Paged& a, const PagedKernels& kernels, const Item& item,
+                     const Upcoming& upcoming, char* shared, char* own) const;
 
   std::vector<PagedTile> tiles_;
   std::vector<Item> items_;
   std::vector<std::pair<int64_t, int64_t>> split_;  // tile, and its first shared place
-  int64_t shared_ = 0, cost_ = 0, most_rows_ = 0;
+  int64_t shared_ = 0, cost_ = 0, most_rows_ = 0, heads_ = 1;
 };
 
 #if HR_X86
 namespace amx {
 size_t paged_scratch_size(const Paged& a, int64_t rows);
-void paged_span(const Paged& a, const PagedTile& tile, int64_t span, const Partial& out,
-                Arena scratch);
+void paged_span(const Paged& a, const PagedTile& tile, int64_t span, const Upcoming& upcoming,
+                const Partial& out, Arena scratch);
 void paged_finish(const Paged& a, const PagedTile& tile, const Partial& part);
 }  // namespace amx
 #endif

@@ -166,7 +166,7 @@ HR_FN static HR_INLINE void weigh(float* scores, int64_t n, int64_t seen, bool f
 }
 
 template <class In>
-HR_FN static void paged_span(const Paged& a, const PagedTile& tile, int64_t span,
+HR_FN static void paged_span(const Paged& a, const PagedTile& tile, int64_t span, const Upcoming&,
                              const Partial& part, Arena arena) {
   const int64_t rows = tile.rows(a), d = a.d, width = round_up(d, 16), sum_row = a.sum_row();
   const PagedScratch s = paged_scratch(a, rows, arena);
