@@ -100,6 +100,20 @@ def test_long_sequences_are_cut_without_a_trace(level, dtype, two_threads):
     assert all(torch.equal(a, b) for a, b in zip(alone, steps, strict=True))
 
 
+@pytest.mark.parametrize("dtype", ALLOWED)
+def test_many_sequences_have_the_bits_of_each_alone(level, dtype, two_threads):
+    # Enough of them that a thread takes all heads of one at a time.
+    lengths = [1 + 37 * i % 301 for i in range(30)]
+    case = Paged.draw(generator(3), dtype, (9, 3, 64, 16), lengths)
+    steps = [(i, n - 1, 1) for i, n in enumerate(lengths)]
+    together = case.attend(paged.paged_attention, steps, generator())
+    torch.set_num_threads(1)
+    for step, out in zip(steps, together, strict=True):
+        (alone,) = case.attend(paged.paged_attention, [step], generator(step[0]))
+        assert torch.equal(out, alone)
+        assert error(out, plain(case, step[0], step[1])) <= ALLOWED[dtype]
+
+
 @needs_native
 @settings(max_examples=40, deadline=None, derandomize=True)
 @given(st.data())
