@@ -46,8 +46,10 @@ def test_what_a_spike_does_is_configured():
 
 
 def test_a_lasting_jump_stops_instead_of_skipping_for_ever():
-    verdicts, _ = run([2.0] * 10 + [9.0] * 3)
+    verdicts, state = run([2.0] * 10 + [9.0] * 3)
     assert [v.value for v in verdicts[-3:]] == ["skip", "skip", "stop"]
+    assert 'spike = "off"' in judge(CONFIG, state, 9.0, 1.0).reason
+    assert 'spike = "off"' not in judge(CONFIG, state, math.nan, 1.0).reason
 
 
 @given(st.lists(st.floats(1.0, 2.0), max_size=60))

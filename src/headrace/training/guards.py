@@ -88,6 +88,8 @@ def judge(config: GuardConfig, state: GuardState, loss: float, gradient_norm: fl
     spike = math.isfinite(loss) and math.isfinite(gradient_norm)
     if after.bad_in_row >= config.bad_steps:
         remedy = "lower the learning rate or look at the data"
+        if spike:  # What stays after several batches is the weights' own and may be trained away.
+            remedy += ', or train on with spike = "off"'
         return Judgement(
             Verdict.STOP,
             f"{after.bad_in_row} bad steps in a row, the last: {reason}; {remedy}",
