@@ -201,15 +201,22 @@ def test_every_token_has_the_trainers_logprob(
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-@pytest.mark.parametrize("compiled", [True, False])
-@pytest.mark.parametrize("kind", DENSE)
+@pytest.mark.parametrize(
+    ("kind", "engine"),
+    [
+        *((kind, {"compiled": compiled}) for kind in DENSE for compiled in (True, False)),
+        *((kind, {}) for kind in LATENT_KINDS),
+        ("glm_moe_dsa", {"draft_tokens": 2}),
+    ],
+)
 def test_a_batch_invariant_trainer_finds_a_deterministic_engines_logprobs_to_the_bit(
-    kind: str, compiled: bool, temperature: float, tmp_path: Path
+    kind: str, engine: dict[str, object], temperature: float, tmp_path: Path
 ) -> None:
     weights = save_versions(kind, tmp_path)
     model = load_checkpoint(weights[0])
-    engine = {"deterministic": True, "compiled": compiled}
-    core = new_core(model, max_running=6, cache_tokens=200, prefill_tokens=7, **engine)
+    core = new_core(
+        model, max_running=6, cache_tokens=200, prefill_tokens=7, deterministic=True, **engine
+    )
     conversations = talk(core, 3, tokens=20, temperature=temperature, update=(1, 30, weights[1]))
     stats = core.stats()
     assert min(stats.tokens_reused, stats.preemptions, stats.tokens_recomputed) > 0

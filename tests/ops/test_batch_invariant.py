@@ -5,7 +5,14 @@ import torch
 from torch import Tensor
 
 from headrace import ops
-from headrace.ops import Layout, PackedMatrix, batch_invariant, packed_linear
+from headrace.ops import (
+    Layout,
+    PackedMatrices,
+    PackedMatrix,
+    batch_invariant,
+    packed_grouped_linear,
+    packed_linear,
+)
 from headrace.ops.draws import token_logprobs
 from headrace.ops.native import build
 
@@ -49,6 +56,20 @@ def test_linear_multiplies_as_packed_and_trains_the_weight():
     frozen = batch_invariant.linear(x, weight.detach(), matrix, bias.detach())
     frozen.sum().backward()
     assert x.grad is not None
+
+
+def test_grouped_linear_multiplies_as_packed_and_trains_every_weight():
+    x, weight, counts = randn(12, 70), randn(4, 37, 70, seed=1), [5, 0, 1, 6]
+    matrices = PackedMatrices.pack(weight.detach(), "float32")
+    out = batch_invariant.grouped_linear(x, weight, matrices, torch.tensor(counts))
+    assert torch.equal(out, packed_grouped_linear(x.detach(), matrices, counts))
+    assert torch.equal(out[6:8], packed_linear(x.detach()[6:8], matrices[3]))
+    assert_same_gradients(out, ops.grouped_matmul(x, weight, counts), [x, weight])
+    # As the heads of latent attention have them: a view of something else.
+    turned = randn(4, 70, 37, seed=2)
+    matrices.repack_(turned.detach().transpose(1, 2))
+    out = batch_invariant.grouped_linear(x, turned.transpose(1, 2), matrices, counts)
+    assert_same_gradients(out, ops.grouped_matmul(x, turned.transpose(1, 2), counts), [x, turned])
 
 
 @pytest.mark.parametrize("heads", [(4, 4), (6, 2)])
@@ -120,6 +141,11 @@ def test_what_does_not_fit_is_refused():
         batch_invariant.linear(x.bfloat16(), weight, matrix)
     with pytest.raises(ValueError, match=r"matrix is bfloat16 \[4, 8\], must be float32 \[4, 8\]"):
         batch_invariant.linear(x, weight, PackedMatrix.pack(weight, "bfloat16"))
+    matrices = PackedMatrices.pack(weight[None], "float32")
+    with pytest.raises(ValueError, match=r"float32 \[1, 4, 8\], must be float32 \[2, 4, 8\]"):
+        batch_invariant.grouped_linear(x, weight.expand(2, 4, 8), matrices, [1, 1])
+    with pytest.raises(ValueError, match="counts"):
+        batch_invariant.grouped_linear(x, weight[None], matrices, [3])
     q = torch.zeros(3, 2, 8)
     with pytest.raises(ValueError, match="layout holds 2 query rows, but q has 3"):
         batch_invariant.attention(q, q, q, Layout.packed((2,)), scale=1.0)

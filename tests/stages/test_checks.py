@@ -131,11 +131,6 @@ MISTAKES: dict[str, tuple[list[dict[str, Any]], dict[str, Any], str]] = {
         {"model": DENSE},
         "stages.adapt: the model has no indexer",
     ),
-    "no batch-invariant forward": (
-        [{"kind": "agentic_rl", "name": "rl", "updates": 1, "batch_invariant": True}],
-        {"model": DENSE, "engine": {"deterministic": True}},
-        "stages.rl: batch_invariant = true: a deepseek_v3 model has latent attention",
-    ),
     "indexer twice": (
         [WARMUP, {**WARMUP, "name": "again", "topk": 64}],
         {"model": DENSE},

@@ -34,6 +34,8 @@ MODELS = {
     "llama": LLAMA,
     "qwen3": dataclasses.replace(LLAMA, family="qwen3", qk_norm=True),
     "biased": dataclasses.replace(LLAMA, attention_bias=True, tie_embeddings=False),
+    "glm5": GLM5,
+    "deepseek_v3": dataclasses.replace(GLM5, family="deepseek_v3", indexer=None, mtp=None),
 }
 
 
@@ -68,18 +70,21 @@ def test_gradients_and_updates_are_those_of_the_ordinary_forward(model, objectiv
         torch.testing.assert_close(weights(exact)[name], weight, rtol=1e-3, atol=1e-4)
 
 
-def test_a_tokens_logprob_does_not_depend_on_what_is_packed_beside_it():
+@pytest.mark.parametrize("config", [LLAMA, GLM5, MODELS["deepseek_v3"]], ids=lambda c: c.family)
+def test_a_tokens_logprob_does_not_depend_on_what_is_packed_beside_it(config):
+    # Of the shortest, a model with an indexer would alone select nothing.
     samples = [
         supervised_sample(torch.randint(0, 40, (n,)).tolist(), [1.0] * n) for n in (3, 40, 17, 64)
     ]
-    together = logprobs(new_model(), samples)
-    alone = torch.cat([logprobs(new_model(), [sample]) for sample in samples])
+    together = logprobs(new_model(config), samples)
+    alone = torch.cat([logprobs(new_model(config), [sample]) for sample in samples])
     assert torch.equal(together, alone)
 
 
+@pytest.mark.parametrize("config", [LLAMA, GLM5], ids=lambda config: config.family)
 @pytest.mark.parametrize("algorithm", ["adamw", "muon"])
-def test_every_step_computes_with_the_weights_of_the_last_one(algorithm):
-    case = CASES["rl"]
+def test_every_step_computes_with_the_weights_of_the_last_one(algorithm, config):
+    case = CASES["rl"]._replace(config=config)
     trainer = new_trainer(case, batch_invariant=True, learning_rate=1e-2, algorithm=algorithm)
     for seed in (0, 1):
         step(trainer, case, new_samples(case, seed))
@@ -99,15 +104,18 @@ def test_the_memory_is_one_copy_of_the_matrices():
     matrices = sum(p.nbytes for p in model.parameters() if p.dim() == 2)
     # Panels of 32 outputs are filled up with zeros: of 40 embeddings with 24, of q, k and v none.
     assert matrices <= BatchInvariant(model).nbytes < 1.5 * matrices
-    assert [name for name, _ in model.named_parameters()] == [
-        name for name, _ in new_model().named_parameters()
-    ]
+
+
+@pytest.mark.parametrize("config", [LLAMA, GLM5], ids=lambda config: config.family)
+def test_checkpoints_know_nothing_of_it(config):
+    model = new_model(config)
+    BatchInvariant(model)
+    assert list(model.state_dict()) == list(new_model(config).state_dict())
 
 
 def test_what_has_no_such_forward_is_refused():
     half = Decoder(LLAMA, dtype=torch.bfloat16)
     refused: tuple[tuple[Decoder, dict[str, Any], str], ...] = (
-        (new_model(GLM5), {}, "this glm_moe_dsa model has latent attention or experts"),
         (half, {}, "embed.weight is torch.bfloat16 on cpu; it needs float32 on the CPU"),
         (new_model(), {"bfloat16": True}, 'batch_invariant = true with dtype = "bfloat16"'),
         (new_model(), {"ranks": 2}, "with 2 trainer ranks: .* use one rank"),

@@ -16,7 +16,8 @@ from headrace.model.decoder import Decoder
 from headrace.model.feed_forward import apply_gate
 from headrace.model.indexer import Indexer
 from headrace.model.latent_attention import LatentAttention
-from headrace.model.moe import SMALLEST_SUM, Experts, MixtureOfExperts, Router
+from headrace.model.moe import Experts, MixtureOfExperts, Router
+from headrace.model.row_independent import RowIndependentMixture, RowIndependentRouter
 from headrace.ops import PackedMatrices, packed_grouped_linear, packed_linear
 from headrace.ops.packed import Kind, PackedMatrix
 from headrace.ops.pages import LargePages
@@ -86,13 +87,8 @@ class PackedHeads:
 
     def _weights(self) -> tuple[Tensor, Tensor]:
         """[H, R, dn] from queries to latents and [H, dv, R] from latents to values."""
-        heads, latent = self._attention.num_heads, self._attention.latent
-        keys, values = (
-            self._attention.kv_up.weight.detach()
-            .unflatten(0, (heads, -1))
-            .split((latent.nope_dim, latent.value_dim), dim=1)
-        )
-        return keys.transpose(1, 2), values
+        keys, values = self._attention.up_projections()
+        return keys.detach().transpose(1, 2), values.detach()
 
 
 def _per_head(x: Tensor, matrices: PackedMatrices) -> Tensor:
@@ -103,31 +99,20 @@ def _per_head(x: Tensor, matrices: PackedMatrices) -> Tensor:
     return out.view(heads, rows, -1).transpose(0, 1).contiguous()
 
 
-class PackedRouter(Router):
-    """A router that scores a token the same whatever tokens are beside it.
+class PackedRouter(RowIndependentRouter):
+    """A router over a packed copy of its weight.
 
     Args:
         router: whose weight and bias to share.
     """
 
     def __init__(self, router: Router) -> None:
-        # Not Router's constructor, which would allocate parameters.
-        nn.Module.__init__(self)
-        self.experts_per_token, self.scaling = router.experts_per_token, router.scaling
-        self.weight = router.weight
-        self.register_buffer("bias", router.bias)
+        super().__init__(router)
         self.matrix = PackedMatrix.pack(router.weight, "float32")
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """See `Router.forward`."""
-        logits = packed_linear(x.float(), self.matrix)
-        # A softmax works on each row by itself; a sigmoid computes the last few elements of a
-        # whole tensor by other instructions.
-        scores = torch.stack((logits, torch.zeros_like(logits)), -1).softmax(-1)[..., 0]
-        experts = (scores + self.bias).topk(self.experts_per_token, dim=-1).indices
-        chosen = scores.gather(1, experts)
-        total = _sum_in_order(chosen)[:, None]
-        return chosen / (total + SMALLEST_SUM) * self.scaling, experts, scores
+    def project(self, x: Tensor) -> Tensor:
+        """See `RowIndependentRouter.project`; without gradient."""
+        return packed_linear(x, self.matrix)
 
     @property
     def nbytes(self) -> int:
@@ -171,8 +156,8 @@ class PackedExperts(Experts):
             matrices.repack_(weights)
 
 
-class PackedMixture(MixtureOfExperts):
-    """A mixture of experts in which a token's result depends on that token alone.
+class PackedMixture(RowIndependentMixture):
+    """A mixture of experts over packed matrices.
 
     Args:
         mixture: whose parameters to share.
@@ -182,22 +167,9 @@ class PackedMixture(MixtureOfExperts):
     experts: PackedExperts
 
     def __init__(self, mixture: MixtureOfExperts) -> None:
-        nn.Module.__init__(self)
+        super().__init__(mixture)
         self.router = PackedRouter(mixture.router)
         self.experts = PackedExperts(mixture.experts)
-        self.shared = mixture.shared
-
-    def mix(self, outputs: Tensor, weights: Tensor) -> Tensor:
-        """See `MixtureOfExperts.mix`."""
-        return _sum_in_order(outputs * weights.unsqueeze(-1))
-
-
-def _sum_in_order(x: Tensor) -> Tensor:
-    """[N, K, ...] -> [N, ...]. A reduction of the library orders its sums by the tensor's shape."""
-    total = x[:, 0]
-    for index in range(1, x.shape[1]):
-        total = total + x[:, index]
-    return total
 
 
 class PackedProducts:

@@ -4,7 +4,9 @@ Holds no keys from call to call. Documents of a packed row do not see each other
 attention is over the selected keys as soon as a sequence has more than `topk`.
 """
 
-from typing import Literal
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import Literal, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -23,6 +25,18 @@ from headrace.ops import (
 Mode = Literal["auto", "dense", "sparse"]
 
 
+class HeadProducts(Protocol):
+    """Both up-projections of one latent layer in an engine's order of sums."""
+
+    def absorb(self, q_nope: Tensor, w_uk: Tensor) -> Tensor:
+        """Queries [S, H, dn] and W_UK [H, dn, R] -> what scores latents directly, [S, H, R]."""
+        ...
+
+    def expand(self, latents: Tensor, w_uv: Tensor) -> Tensor:
+        """Attended latents [S, H, R] and W_UV [H, dv, R] -> [S, H, dv]."""
+        ...
+
+
 class CausalAttend:
     """Causal attention over the tokens of the call.
 
@@ -33,6 +47,8 @@ class CausalAttend:
             is longer than topk, which computes what "sparse" does.
         trace: told about selections and attention; usually also given to the forward.
         invariant: grouped-query attention with an engine's order of sums, for float32 and a layout.
+        heads: latent layers by number whose attention has an engine's order of sums: absorbed, over
+            keys by number whether or not they are selected.
     """
 
     def __init__(
@@ -42,11 +58,13 @@ class CausalAttend:
         trace: Trace | None = None,
         *,
         invariant: bool = False,
+        heads: Mapping[int, HeadProducts] | None = None,
     ) -> None:
         self.layout = layout
         self.mode = mode
         self.trace = trace
         self._dense_attention = batch_invariant.attention if invariant else dense_attention
+        self._heads = heads or {}
         self._selection: Tensor | None = None
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -68,7 +86,8 @@ class CausalAttend:
         index = query.index
         if index is not None:
             index = IndexQuery(*(x.flatten(0, 1) for x in index))
-        attend = self._sparse if self._selects(query, layout) else self._dense
+        absorbs = layer in self._heads or self._selects(query, layout)
+        attend = self._sparse if absorbs else self._dense
         out = attend(layer, query, index, layout, q_nope, q_rope, latent, k_rope)
         return out.unflatten(0, (batch, tokens))
 
@@ -109,19 +128,12 @@ class CausalAttend:
         latent: Tensor,
         k_rope: Tensor,
     ) -> Tensor:
-        assert query.topk is not None
-        if index is not None:
-            with torch.no_grad():
-                self._selection = select_topk(
-                    index.q, index.weights, index.k, layout, min(query.topk, layout.longest)
-                )
-        selection = self._selection
-        if selection is None:
-            raise ValueError(f"layer {layer} shares a selection, but no layer before made one")
-        if self.trace is not None and index is not None:
-            self.trace.selected(layer, selection)
+        selection = self._select(layer, query, index, layout)
+        heads = self._heads.get(layer)
         # Absorbed: the queries move into latent space, so keys and values stay one latent.
-        absorbed = _per_head(q_nope, query.w_uk)
+        absorbed = (
+            _per_head(q_nope, query.w_uk) if heads is None else heads.absorb(q_nope, query.w_uk)
+        )
         wants_mass = index is not None and self.trace is not None and self.trace.wants_mass
         out, mass = sparse_latent_attention(
             torch.cat((absorbed, q_rope.to(absorbed.dtype)), dim=-1),
@@ -133,7 +145,43 @@ class CausalAttend:
         )
         if mass is not None and index is not None and self.trace is not None:
             self.trace.sparse(layer, index, selection, mass)
+        if heads is not None:
+            return heads.expand(out, query.w_uv)
         return _per_head(out, query.w_uv.transpose(1, 2))
+
+    def _select(
+        self, layer: int, query: LatentQuery, index: IndexQuery | None, layout: Layout
+    ) -> Tensor:
+        """Keys of every query, int32 [S, K]: those of the last layer with an indexer, or all."""
+        if not self._selects(query, layout):
+            return _visible(layout, query.latent.device)
+        assert query.topk is not None
+        if index is not None:
+            with torch.no_grad():
+                self._selection = select_topk(
+                    index.q, index.weights, index.k, layout, min(query.topk, layout.longest)
+                )
+        if self._selection is None:
+            raise ValueError(f"layer {layer} shares a selection, but no layer before made one")
+        if self.trace is not None and index is not None:
+            self.trace.selected(layer, self._selection)
+        return self._selection
+
+
+@lru_cache(maxsize=2)
+def _visible(layout: Layout, device: torch.device) -> Tensor:
+    """Every key each query row sees, int32 [S, longest], -1 behind the last; for all layers."""
+    rows = [torch.zeros(0, layout.longest, dtype=torch.int32)]
+    place = torch.arange(layout.longest, dtype=torch.int32)
+    end = 0
+    for start, count, first, length in zip(
+        *(layout.query_start, layout.query_length, layout.key_start, layout.key_length), strict=True
+    ):
+        rows.append(torch.full((start - end, layout.longest), -1, dtype=torch.int32))
+        last = torch.arange(length - count, length, dtype=torch.int32)
+        rows.append(torch.where(place <= last[:, None], first + place, -1).to(torch.int32))
+        end = start + count
+    return torch.cat(rows).to(device)
 
 
 def _per_head(x: Tensor, weight: Tensor) -> Tensor:

@@ -66,9 +66,7 @@ class LatentAttention(nn.Module):
         q = self.q_up(q_latent).view(batch, tokens, heads, latent.nope_dim + latent.rope_dim)
         q_nope, q_rope = q.split((latent.nope_dim, latent.rope_dim), dim=-1)
         kv, k_rope = self.kv_down(x).split((latent.kv_rank, latent.rope_dim), dim=-1)
-        w_uk, w_uv = self.kv_up.weight.view(heads, -1, latent.kv_rank).split(
-            (latent.nope_dim, latent.value_dim), dim=1
-        )
+        w_uk, w_uv = self.up_projections()
         index = None
         if self.indexer is not None and step.offset == 0:
             index = self.indexer(x, q_latent, step.rotation)
@@ -88,6 +86,13 @@ class LatentAttention(nn.Module):
             ),
         )
         return self.output(out.reshape(batch, tokens, heads * latent.value_dim))
+
+    def up_projections(self) -> tuple[Tensor, Tensor]:
+        """W_UK [H, dn, R] and W_UV [H, dv, R], views of `kv_up`."""
+        keys, values = self.kv_up.weight.view(self.num_heads, -1, self.latent.kv_rank).split(
+            (self.latent.nope_dim, self.latent.value_dim), dim=1
+        )
+        return keys, values
 
     def residual_outputs(self) -> Iterator[Tensor]:
         """Weights whose output is added to the residual stream (initialised smaller)."""

@@ -1,12 +1,14 @@
 """Ops of a training forward that computes what a deterministic engine computes, to the bit.
 
-The forwards are those of `packed_linear`, `paged_attention` and `token_logprobs`, whose rows do not
-depend on other rows; the gradients are those of the ordinary ops. Within `row_independent`, where
-norms, gates and rotations keep the same promise, a token then has the engine's logprob exactly,
-whatever is packed or batched beside it. float32 only. These ops know no model.
+The forwards are those of `packed_linear`, `packed_grouped_linear`, `paged_attention` and
+`token_logprobs`, whose rows do not depend on other rows; the gradients are those of the ordinary
+ops. Within `row_independent`, where norms, gates and rotations keep the same promise, a token then
+has the engine's logprob exactly, whatever is packed or batched beside it. float32 only. These ops
+know no model.
 Source: He et al., Defeating Nondeterminism in LLM Inference, Thinking Machines Lab, 2025.
 """
 
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -20,10 +22,12 @@ from headrace.ops.functions import (
     CHUNK_ELEMENTS,
     check_cross_entropy,
     dense_attention,
+    grouped_matmul,
     paged_attention,
 )
 from headrace.ops.layout import Layout
 from headrace.ops.packed import PackedMatrix, packed_linear
+from headrace.ops.packed_grouped import PackedMatrices, packed_grouped_linear
 
 
 def linear(x: Tensor, weight: Tensor, matrix: PackedMatrix, bias: Tensor | None = None) -> Tensor:
@@ -47,6 +51,36 @@ def linear(x: Tensor, weight: Tensor, matrix: PackedMatrix, bias: Tensor | None 
     out = _Linear.apply(rows, weight, bias, matrix)
     assert isinstance(out, Tensor)
     return out.view(*x.shape[:-1], matrix.outputs)
+
+
+def grouped_linear(
+    x: Tensor, weight: Tensor, matrices: PackedMatrices, counts: Sequence[int] | Tensor
+) -> Tensor:
+    """As `grouped_matmul`, with the bits of `packed_grouped_linear`.
+
+    Args:
+        x: float32 [N, D], rows sorted by group.
+        weight: float32 [E, O, D], which only the gradients read.
+        matrices: the same values, packed as "float32".
+        counts: rows of each of the E groups, summing to N; zeros are allowed.
+
+    Returns:
+        [N, O], differentiable in x and weight.
+
+    Raises:
+        ValueError: shapes, dtypes, counts or devices do not fit.
+    """
+    _check_float32(x=x, weight=weight)
+    shape = (len(matrices), matrices.outputs, matrices.inputs)
+    if matrices.kind != "float32" or weight.shape != shape:
+        raise ValueError(
+            f"matrices are {matrices.kind} {list(shape)}, must be float32 {list(weight.shape)} as "
+            "the weight is"
+        )
+    rows = counts.tolist() if isinstance(counts, Tensor) else [int(n) for n in counts]
+    out = _GroupedLinear.apply(x, weight, matrices, rows)
+    assert isinstance(out, Tensor)
+    return out
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, layout: Layout, *, scale: float) -> Tensor:
@@ -147,6 +181,30 @@ class _Linear(torch.autograd.Function):
             grad @ weight if wants_x else None,
             grad.t() @ x if wants_weight else None,
             grad.sum(0) if wants_bias else None,
+            None,
+        )
+
+
+class _GroupedLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, matrices: PackedMatrices, rows: list[int]
+    ) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.rows = rows
+        return packed_grouped_linear(x, matrices, rows)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        (grad,) = grads
+        wants_x, wants_weight, _, _ = ctx.needs_input_grad
+        groups = zip(grad.split(ctx.rows), x.split(ctx.rows), strict=True)
+        return (
+            grouped_matmul(grad, weight.transpose(1, 2), ctx.rows) if wants_x else None,
+            torch.stack([g.t() @ rows for g, rows in groups]) if wants_weight else None,
+            None,
             None,
         )
 

@@ -281,8 +281,8 @@ class AgenticRlStage(StageTable):
     batch_invariant: bool = False
     """The trainer's forward pass uses the batch-invariant kernels of the engine (bitwise consistent
     or "true on-policy" RL): at equal weights both find the same logprobs, to the bit. In float32 on
-    the CPU, for models with grouped-query attention and no experts; needs engine.deterministic.
-    Updates take longer, and the trainer holds one more copy of the weights."""
+    the CPU; needs engine.deterministic. Updates take longer, and the trainer holds one more copy of
+    the weights."""
     max_sequence: Positive | None = None
     """Longest sequence trained on, in tokens; by default engine.max_context."""
     give_up_s: Seconds = 120.0

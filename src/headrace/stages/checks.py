@@ -107,9 +107,6 @@ def _follow_shapes(recipe: Recipe) -> int | None:
         if isinstance(stage, LanguageStage):
             with _named(f"stages.{stage.name}"):
                 config = _after(stage, config)
-        elif isinstance(stage, AgenticRlStage) and stage.batch_invariant:
-            with _named(f"stages.{stage.name}"):
-                _check_batch_invariant(config)
         shapes[stage.name] = config
         longest = max(longest, config.max_positions)
     return longest
@@ -130,15 +127,6 @@ def _after(stage: LanguageStage, config: ModelConfig) -> ModelConfig:
     if isinstance(stage, DsaAdaptStage) and config.indexer is None:
         raise UserError("the model has no indexer to adapt to; put a dsa_warmup stage before")
     return config
-
-
-def _check_batch_invariant(config: ModelConfig) -> None:
-    if config.latent is not None or config.moe is not None:
-        part = "latent attention" if config.latent is not None else "experts"
-        raise UserError(
-            f"batch_invariant = true: a {config.family} model has {part}, for which there is no "
-            "such forward; leave it out, or use a model with grouped-query attention and no experts"
-        )
 
 
 def _with_indexer(stage: DsaWarmupStage, config: ModelConfig) -> ModelConfig:

@@ -1,19 +1,25 @@
 """A decoder whose forward pass gives the bits of a deterministic engine, and trains as ever.
 
-Linear layers and output projection multiply by packed copies of their parameters, which are taken
-anew before the passes of every step. Gradients reach the parameters themselves, so optimizers,
+Linear layers, experts, their routers, the up-projections of latent attention and the output
+projection multiply by packed copies of their parameters, which are taken anew before the passes of
+every step. Gradients reach the parameters themselves, so optimizers,
 checkpoints and published weights know nothing of it. The memory is one more copy of the matrices.
 """
+
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
 
 from headrace.errors import UserError
-from headrace.model.attention import GroupedQueryAttention
 from headrace.model.block import Block
+from headrace.model.causal import HeadProducts
 from headrace.model.decoder import Decoder
-from headrace.model.feed_forward import SwiGLU
-from headrace.ops import PackedMatrix, batch_invariant
+from headrace.model.feed_forward import apply_gate
+from headrace.model.latent_attention import LatentAttention
+from headrace.model.moe import Experts, MixtureOfExperts, Router
+from headrace.model.row_independent import RowIndependentMixture, RowIndependentRouter
+from headrace.ops import PackedMatrices, PackedMatrix, batch_invariant
 from headrace.ops.pages import LargePages
 
 
@@ -37,11 +43,88 @@ class _Linear(nn.Linear):
         return batch_invariant.linear(input, self.weight, self.matrix, self.bias)
 
 
+class _Router(RowIndependentRouter):
+    """A router over a packed copy of its weight."""
+
+    def __init__(self, router: Router) -> None:
+        super().__init__(router)
+        self.matrix = PackedMatrix.pack(router.weight, "float32")
+
+    def project(self, x: Tensor) -> Tensor:
+        """See `RowIndependentRouter.project`."""
+        return batch_invariant.linear(x, self.weight, self.matrix)
+
+
+class _Experts(Experts):
+    """Experts over packed copies of their matrices."""
+
+    def __init__(self, experts: Experts) -> None:
+        nn.Module.__init__(self)
+        self.gate_up, self.down = experts.gate_up, experts.down
+        self.matrices = [PackedMatrices.pack(x, "float32") for x in (self.gate_up, self.down)]
+
+    def forward(self, x: Tensor, counts: Tensor) -> Tensor:
+        """See `Experts.forward`."""
+        gate_up, down = self.matrices
+        inner = apply_gate(batch_invariant.grouped_linear(x, self.gate_up, gate_up, counts))
+        return batch_invariant.grouped_linear(inner, self.down, down, counts)
+
+
+class _Mixture(RowIndependentMixture):
+    """A mixture of packed experts."""
+
+    router: _Router
+    experts: _Experts
+
+    def __init__(self, mixture: MixtureOfExperts) -> None:
+        super().__init__(mixture)
+        self.router, self.experts = _Router(mixture.router), _Experts(mixture.experts)
+
+
+class _Heads:
+    """Both up-projections of a latent attention, packed head by head; see `HeadProducts`."""
+
+    def __init__(self, attention: LatentAttention) -> None:
+        self._attention = attention
+        self._keys, self._values = (PackedMatrices.pack(x, "float32") for x in self._weights())
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the copies."""
+        return self._keys.nbytes + self._values.nbytes
+
+    def absorb(self, q_nope: Tensor, w_uk: Tensor) -> Tensor:
+        """See `HeadProducts.absorb`."""
+        return _per_head(q_nope, w_uk.transpose(1, 2), self._keys)
+
+    def expand(self, latents: Tensor, w_uv: Tensor) -> Tensor:
+        """See `HeadProducts.expand`."""
+        return _per_head(latents, w_uv, self._values)
+
+    def repack(self) -> None:
+        """Take over the projection's present values."""
+        for matrices, weights in zip((self._keys, self._values), self._weights(), strict=True):
+            matrices.repack_(weights)
+
+    def _weights(self) -> tuple[Tensor, Tensor]:
+        """[H, R, dn] from queries to latents and [H, dv, R] from latents to values."""
+        keys, values = self._attention.up_projections()
+        return keys.detach().transpose(1, 2), values.detach()
+
+
+def _per_head(x: Tensor, weight: Tensor, matrices: PackedMatrices) -> Tensor:
+    """x [S, H, a] times each head's weight [H, b, a] -> [S, H, b]."""
+    rows, heads, width = x.shape
+    sorted_rows = x.transpose(0, 1).reshape(-1, width)
+    out = batch_invariant.grouped_linear(sorted_rows, weight, matrices, [rows] * heads)
+    return out.view(heads, rows, -1).transpose(0, 1)
+
+
 class BatchInvariant:
-    """The packed copies of a model, whose linear layers are replaced in place.
+    """The packed copies of a model, whose layers are replaced in place; prediction layers stay.
 
     Args:
-        model: float32 on the CPU, grouped-query attention and dense feed-forwards.
+        model: float32 on the CPU.
         bfloat16: whether its products are to be in bfloat16, which is refused.
         ranks: how many train together; more than one is refused.
 
@@ -52,10 +135,17 @@ class BatchInvariant:
     def __init__(self, model: Decoder, *, bfloat16: bool = False, ranks: int = 1) -> None:
         _check(model, bfloat16, ranks)
         pages = LargePages()
-        self._copies: list[tuple[PackedMatrix, Tensor]] = []
+        self._copies: list[tuple[PackedMatrix | PackedMatrices, Tensor]] = []
+        self._heads: dict[int, _Heads] = {}
+        for part in list(model.layers.modules()):
+            if isinstance(part, Block) and isinstance(part.feed_forward, MixtureOfExperts):
+                self._replace_experts(part, part.feed_forward)
+            elif isinstance(part, LatentAttention):
+                self._heads[part.layer] = _Heads(part)
         for parent in list(model.layers.modules()):
             for name, child in list(parent.named_children()):
-                if isinstance(child, nn.Linear):
+                # Latent up-projections are read as matrices, never called.
+                if isinstance(child, nn.Linear) and name != "kv_up":
                     linear = _Linear(child, pages)
                     setattr(parent, name, linear)
                     self._copies.append((linear.matrix, linear.weight))
@@ -64,20 +154,34 @@ class BatchInvariant:
         self._copies.append((self._packed_head, self._head))
 
     @property
+    def heads(self) -> Mapping[int, HeadProducts]:
+        """The up-projections of latent attention by layer; empty without."""
+        return self._heads
+
+    @property
     def nbytes(self) -> int:
         """Bytes of the copies."""
-        return sum(matrix.nbytes for matrix, _ in self._copies)
+        heads = sum(products.nbytes for products in self._heads.values())
+        return heads + sum(matrix.nbytes for matrix, _ in self._copies)
 
     def repack(self) -> None:
         """Take over the parameters' present values; must follow every change of them."""
         for matrix, weight in self._copies:
             matrix.repack_(weight)
+        for products in self._heads.values():
+            products.repack()
 
     def score(self, hidden: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
         """(logprobs, entropies) of `targets` [N] after `hidden` [N, D]."""
         return batch_invariant.linear_cross_entropy(
             hidden, self._head, self._packed_head, targets, temperature=temperature
         )
+
+    def _replace_experts(self, block: Block, mixture: MixtureOfExperts) -> None:
+        packed = block.feed_forward = _Mixture(mixture)
+        router, experts = packed.router, packed.experts
+        self._copies.append((router.matrix, router.weight))
+        self._copies += zip(experts.matrices, (experts.gate_up, experts.down), strict=True)
 
 
 def _check(model: Decoder, bfloat16: bool, ranks: int) -> None:
@@ -91,12 +195,6 @@ def _check(model: Decoder, bfloat16: bool, ranks: int) -> None:
         raise UserError(
             f"batch_invariant = true with {ranks} trainer ranks: sharded weights are gathered anew "
             "for every pass and never packed; use one rank, or batch_invariant = false"
-        )
-    parts = [part for layer in model.layers if isinstance(layer, Block) for part in layer.parts()]
-    if not all(isinstance(part, GroupedQueryAttention | SwiGLU) for part in parts):
-        raise UserError(
-            f"batch_invariant = true: this {model.config.family} model has latent attention or "
-            "experts, for which there is no such forward; set batch_invariant = false"
         )
     for name, parameter in model.named_parameters():
         if parameter.dtype != torch.float32 or parameter.device.type != "cpu":

@@ -127,7 +127,8 @@ class Pass(nn.Module):
         trace = _LossTrace(self.losses, rows.layout, self.loads if rows.counts else {})
         mode = "dense" if self.losses.index == "dense" else "auto"
         invariant = self._invariant is not None
-        attend = CausalAttend(rows.layout, mode, trace, invariant=invariant)
+        heads = None if self._invariant is None else self._invariant.heads
+        attend = CausalAttend(rows.layout, mode, trace, invariant=invariant, heads=heads)
         with (
             autocast(rows.ids.device, self._half),
             row_independent() if invariant else nullcontext(),
