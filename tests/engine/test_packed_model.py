@@ -7,7 +7,7 @@ import torch
 from engine_harness import ask, drain, latent_model, logprobs, new_core, output, random_prompt
 from torch import Tensor
 
-from headrace.engine.packed_model import PackedHeads, PackedMixture, PackedProducts
+from headrace.engine.packed_model import EngineHeads, PackedMixture, PackedProducts
 from headrace.model.block import Block
 from headrace.model.checkpoint import load_checkpoint, save_checkpoint
 from headrace.model.config import LatentConfig, MoeConfig
@@ -61,7 +61,7 @@ def test_a_token_keeps_its_bits_among_any_others(
     assert isinstance(block, Block)
     assert isinstance(block.feed_forward, MixtureOfExperts)
     assert isinstance(block.attention, LatentAttention)
-    mixture, heads = block.feed_forward, PackedHeads(block.attention)
+    mixture, heads = block.feed_forward, EngineHeads(block.attention)
     x, nope, latents = randn(1, 70, 72, dtype=dtype), randn(70, 4, 22), randn(70, 4, 44)
     nope, latents = nope.to(dtype), latents.to(dtype)
     w_uk, w_uv = block.attention.kv_up.weight.view(4, -1, 44).split((22, 22), dim=1)

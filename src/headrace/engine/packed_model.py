@@ -6,6 +6,7 @@ matrix libraries do not promise: they choose another order of sums for another n
 """
 
 from collections.abc import Mapping
+from functools import partial
 from typing import cast
 
 import torch
@@ -17,7 +18,12 @@ from headrace.model.feed_forward import apply_gate
 from headrace.model.indexer import Indexer
 from headrace.model.latent_attention import LatentAttention
 from headrace.model.moe import Experts, MixtureOfExperts, Router
-from headrace.model.row_independent import RowIndependentMixture, RowIndependentRouter
+from headrace.model.row_independent import (
+    PackedHeads,
+    RowIndependentMixture,
+    RowIndependentRouter,
+    per_head,
+)
 from headrace.ops import PackedMatrices, packed_grouped_linear, packed_linear
 from headrace.ops.packed import Kind, PackedMatrix
 from headrace.ops.pages import LargePages
@@ -54,49 +60,27 @@ class PackedLinear(nn.Linear):
         self.matrix.repack_(self.weight)
 
 
-class PackedHeads:
-    """Both up-projections of a latent attention, packed head by head.
+class EngineHeads(PackedHeads):
+    """The up-projections of a latent attention in its own precision, without gradient.
 
     Args:
-        attention: whose `kv_up` to copy, in its own precision.
+        attention: whose `kv_up` to copy.
     """
 
     def __init__(self, attention: LatentAttention) -> None:
-        self._attention = attention
-        keys, values = self._weights()
-        kind = _exact(keys)
-        self._keys, self._values = (PackedMatrices.pack(x, kind) for x in (keys, values))
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the copies."""
-        return self._keys.nbytes + self._values.nbytes
+        super().__init__(attention, _exact(attention.kv_up.weight))
 
     def absorb(self, q_nope: Tensor) -> Tensor:
         """Queries [S, H, dn] -> what scores latents directly, [S, H, R]."""
-        return _per_head(q_nope, self._keys)
+        return per_head(q_nope, partial(_product, self.keys))
 
     def expand(self, latents: Tensor) -> Tensor:
         """Attended latents [S, H, R] -> [S, H, dv]."""
-        return _per_head(latents, self._values)
-
-    def repack(self) -> None:
-        """Take over the projection's present values."""
-        for matrices, weights in zip((self._keys, self._values), self._weights(), strict=True):
-            matrices.repack_(weights)
-
-    def _weights(self) -> tuple[Tensor, Tensor]:
-        """[H, R, dn] from queries to latents and [H, dv, R] from latents to values."""
-        keys, values = self._attention.up_projections()
-        return keys.detach().transpose(1, 2), values.detach()
+        return per_head(latents, partial(_product, self.values))
 
 
-def _per_head(x: Tensor, matrices: PackedMatrices) -> Tensor:
-    """x [S, H, a] times the matrix of each head -> [S, H, b], contiguous."""
-    rows, heads, width = x.shape
-    sorted_rows = x.transpose(0, 1).reshape(-1, width)
-    out = packed_grouped_linear(sorted_rows, matrices, [rows] * heads)
-    return out.view(heads, rows, -1).transpose(0, 1).contiguous()
+def _product(matrices: PackedMatrices, rows: Tensor, counts: list[int]) -> Tensor:
+    return packed_grouped_linear(rows, matrices, counts)
 
 
 class PackedRouter(RowIndependentRouter):
@@ -186,8 +170,8 @@ class PackedProducts:
 
     def __init__(self, model: Decoder, kind: Kind, *, row_independent: bool = False) -> None:
         self._model = model
-        self._packed: list[PackedLinear | PackedRouter | PackedExperts | PackedHeads] = []
-        self._heads: dict[int, PackedHeads] | None = None
+        self._packed: list[PackedLinear | PackedRouter | PackedExperts | EngineHeads] = []
+        self._heads: dict[int, EngineHeads] | None = None
         for module in list(model.modules()):
             # A decoding step's few rows each read whole experts: the packed ones at full speed.
             if isinstance(module, Block) and (row_independent or kind != "float32"):
@@ -195,7 +179,7 @@ class PackedProducts:
         if row_independent or kind != "float32":
             # Plain products of one row copy both matrices before they multiply.
             self._heads = {
-                module.layer: PackedHeads(module)
+                module.layer: EngineHeads(module)
                 for module in model.modules()
                 if isinstance(module, LatentAttention)
             }
@@ -213,7 +197,7 @@ class PackedProducts:
         return self._head.nbytes + sum(packed.nbytes for packed in self._packed)
 
     @property
-    def heads(self) -> "Mapping[int, PackedHeads] | None":
+    def heads(self) -> "Mapping[int, EngineHeads] | None":
         """The up-projections of latent attention by layer, if packed."""
         return self._heads
 

@@ -1,15 +1,19 @@
-"""Routers and mixtures in which a token's result depends on that token alone, to the bit.
+"""Parts of a decoder in which a token's result depends on that token alone, to the bit.
 
 Engines that promise it and trainers that are to find the same numbers share these forms; what they
 multiply by is their own.
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
 
+from headrace.model.latent_attention import LatentAttention
 from headrace.model.moe import SMALLEST_SUM, MixtureOfExperts, Router
+from headrace.ops import PackedMatrices
+from headrace.ops.packed import Kind
 
 
 class RowIndependentRouter(Router, ABC):
@@ -56,6 +60,46 @@ class RowIndependentMixture(MixtureOfExperts):
     def mix(self, outputs: Tensor, weights: Tensor) -> Tensor:
         """See `MixtureOfExperts.mix`."""
         return sum_in_order(outputs * weights.unsqueeze(-1))
+
+
+class PackedHeads:
+    """Both up-projections of a latent attention, packed head by head.
+
+    Args:
+        attention: whose `kv_up` to copy.
+        kind: precision of the copies.
+    """
+
+    def __init__(self, attention: LatentAttention, kind: Kind) -> None:
+        self._attention = attention
+        self.keys, self.values = (PackedMatrices.pack(x, kind) for x in self._weights())
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the copies."""
+        return self.keys.nbytes + self.values.nbytes
+
+    def repack(self) -> None:
+        """Take over the projection's present values."""
+        for matrices, weights in zip((self.keys, self.values), self._weights(), strict=True):
+            matrices.repack_(weights)
+
+    def _weights(self) -> tuple[Tensor, Tensor]:
+        """[H, R, dn] from queries to latents and [H, dv, R] from latents to values."""
+        keys, values = self._attention.up_projections()
+        return keys.detach().transpose(1, 2), values.detach()
+
+
+def per_head(x: Tensor, multiply: Callable[[Tensor, list[int]], Tensor]) -> Tensor:
+    """x [S, H, a] through a product of rows sorted by head [H S, a] -> [S, H, b], contiguous.
+
+    Args:
+        x: rows of every head.
+        multiply: of sorted rows, and how many there are of each head.
+    """
+    rows, heads, width = x.shape
+    out = multiply(x.transpose(0, 1).reshape(-1, width), [rows] * heads)
+    return out.view(heads, rows, -1).transpose(0, 1).contiguous()
 
 
 def sum_in_order(x: Tensor) -> Tensor:

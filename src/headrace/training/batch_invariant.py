@@ -7,6 +7,7 @@ checkpoints and published weights know nothing of it. The memory is one more cop
 """
 
 from collections.abc import Mapping
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +19,12 @@ from headrace.model.decoder import Decoder
 from headrace.model.feed_forward import apply_gate
 from headrace.model.latent_attention import LatentAttention
 from headrace.model.moe import Experts, MixtureOfExperts, Router
-from headrace.model.row_independent import RowIndependentMixture, RowIndependentRouter
+from headrace.model.row_independent import (
+    PackedHeads,
+    RowIndependentMixture,
+    RowIndependentRouter,
+    per_head,
+)
 from headrace.ops import PackedMatrices, PackedMatrix, batch_invariant
 from headrace.ops.pages import LargePages
 
@@ -81,43 +87,20 @@ class _Mixture(RowIndependentMixture):
         self.router, self.experts = _Router(mixture.router), _Experts(mixture.experts)
 
 
-class _Heads:
-    """Both up-projections of a latent attention, packed head by head; see `HeadProducts`."""
-
-    def __init__(self, attention: LatentAttention) -> None:
-        self._attention = attention
-        self._keys, self._values = (PackedMatrices.pack(x, "float32") for x in self._weights())
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the copies."""
-        return self._keys.nbytes + self._values.nbytes
+class _Heads(PackedHeads):
+    """Both up-projections of a latent attention; see `HeadProducts`."""
 
     def absorb(self, q_nope: Tensor, w_uk: Tensor) -> Tensor:
         """See `HeadProducts.absorb`."""
-        return _per_head(q_nope, w_uk.transpose(1, 2), self._keys)
+        return per_head(q_nope, partial(_product, w_uk.transpose(1, 2), self.keys))
 
     def expand(self, latents: Tensor, w_uv: Tensor) -> Tensor:
         """See `HeadProducts.expand`."""
-        return _per_head(latents, w_uv, self._values)
-
-    def repack(self) -> None:
-        """Take over the projection's present values."""
-        for matrices, weights in zip((self._keys, self._values), self._weights(), strict=True):
-            matrices.repack_(weights)
-
-    def _weights(self) -> tuple[Tensor, Tensor]:
-        """[H, R, dn] from queries to latents and [H, dv, R] from latents to values."""
-        keys, values = self._attention.up_projections()
-        return keys.detach().transpose(1, 2), values.detach()
+        return per_head(latents, partial(_product, w_uv, self.values))
 
 
-def _per_head(x: Tensor, weight: Tensor, matrices: PackedMatrices) -> Tensor:
-    """x [S, H, a] times each head's weight [H, b, a] -> [S, H, b]."""
-    rows, heads, width = x.shape
-    sorted_rows = x.transpose(0, 1).reshape(-1, width)
-    out = batch_invariant.grouped_linear(sorted_rows, weight, matrices, [rows] * heads)
-    return out.view(heads, rows, -1).transpose(0, 1)
+def _product(weight: Tensor, matrices: PackedMatrices, rows: Tensor, counts: list[int]) -> Tensor:
+    return batch_invariant.grouped_linear(rows, weight, matrices, counts)
 
 
 class BatchInvariant:
@@ -141,7 +124,7 @@ class BatchInvariant:
             if isinstance(part, Block) and isinstance(part.feed_forward, MixtureOfExperts):
                 self._replace_experts(part, part.feed_forward)
             elif isinstance(part, LatentAttention):
-                self._heads[part.layer] = _Heads(part)
+                self._heads[part.layer] = _Heads(part, "float32")
         for parent in list(model.layers.modules()):
             for name, child in list(parent.named_children()):
                 # Latent up-projections are read as matrices, never called.
