@@ -6,7 +6,6 @@ matrix libraries do not promise: they choose another order of sums for another n
 """
 
 from collections.abc import Mapping
-from functools import partial
 from typing import cast
 
 import torch
@@ -14,12 +13,12 @@ from torch import Tensor, nn
 
 from headrace.model.block import Block
 from headrace.model.decoder import Decoder
-from headrace.model.feed_forward import apply_gate
 from headrace.model.indexer import Indexer
 from headrace.model.latent_attention import LatentAttention
-from headrace.model.moe import Experts, MixtureOfExperts, Router
+from headrace.model.moe import Experts, MixtureOfExperts
 from headrace.model.row_independent import (
     PackedHeads,
+    RowIndependentExperts,
     RowIndependentMixture,
     RowIndependentRouter,
     per_head,
@@ -72,72 +71,36 @@ class EngineHeads(PackedHeads):
 
     def absorb(self, q_nope: Tensor) -> Tensor:
         """Queries [S, H, dn] -> what scores latents directly, [S, H, R]."""
-        return per_head(q_nope, partial(_product, self.keys))
+        return per_head(q_nope, lambda x, rows: packed_grouped_linear(x, self.keys, rows))
 
     def expand(self, latents: Tensor) -> Tensor:
         """Attended latents [S, H, R] -> [S, H, dv]."""
-        return per_head(latents, partial(_product, self.values))
-
-
-def _product(matrices: PackedMatrices, rows: Tensor, counts: list[int]) -> Tensor:
-    return packed_grouped_linear(rows, matrices, counts)
+        return per_head(latents, lambda x, rows: packed_grouped_linear(x, self.values, rows))
 
 
 class PackedRouter(RowIndependentRouter):
-    """A router over a packed copy of its weight.
-
-    Args:
-        router: whose weight and bias to share.
-    """
-
-    def __init__(self, router: Router) -> None:
-        super().__init__(router)
-        self.matrix = PackedMatrix.pack(router.weight, "float32")
+    """A router without gradient."""
 
     def project(self, x: Tensor) -> Tensor:
-        """See `RowIndependentRouter.project`; without gradient."""
+        """See `RowIndependentRouter.project`."""
         return packed_linear(x, self.matrix)
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the copy."""
-        return self.matrix.nbytes
 
-    def repack(self) -> None:
-        """Take over the parameter's present values."""
-        self.matrix.repack_(self.weight)
-
-
-class PackedExperts(Experts):
-    """Experts whose matrices are packed, in their own precision.
+class PackedExperts(RowIndependentExperts):
+    """Experts without gradient, in their own precision.
 
     Args:
         experts: whose parameters to share.
     """
 
     def __init__(self, experts: Experts) -> None:
-        nn.Module.__init__(self)
-        self.gate_up, self.down = experts.gate_up, experts.down
-        kind = _exact(experts.down)
-        self.matrices = [PackedMatrices.pack(x, kind) for x in (self.gate_up, self.down)]
+        super().__init__(experts, _exact(experts.down))
 
-    def forward(self, x: Tensor, counts: Tensor) -> Tensor:
-        """See `Experts.forward`."""
-        rows = counts.tolist()
-        gate_up, down = self.matrices
-        return packed_grouped_linear(
-            apply_gate(packed_grouped_linear(x, gate_up, rows)), down, rows
-        )
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the copies."""
-        return sum(matrices.nbytes for matrices in self.matrices)
-
-    def repack(self) -> None:
-        """Take over the parameters' present values."""
-        for matrices, weights in zip(self.matrices, (self.gate_up, self.down), strict=True):
-            matrices.repack_(weights)
+    def multiply(
+        self, x: Tensor, weight: Tensor, matrices: PackedMatrices, rows: list[int]
+    ) -> Tensor:
+        """See `RowIndependentExperts.multiply`."""
+        return packed_grouped_linear(x, matrices, rows)
 
 
 class PackedMixture(RowIndependentMixture):

@@ -10,14 +10,15 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from headrace.model.feed_forward import apply_gate
 from headrace.model.latent_attention import LatentAttention
-from headrace.model.moe import SMALLEST_SUM, MixtureOfExperts, Router
-from headrace.ops import PackedMatrices
+from headrace.model.moe import SMALLEST_SUM, Experts, MixtureOfExperts, Router
+from headrace.ops import PackedMatrices, PackedMatrix
 from headrace.ops.packed import Kind
 
 
 class RowIndependentRouter(Router, ABC):
-    """A router that scores a token the same whatever tokens are beside it.
+    """A router over a packed weight that scores a token the same whatever tokens are beside it.
 
     Args:
         router: whose weight and bias to share.
@@ -29,6 +30,16 @@ class RowIndependentRouter(Router, ABC):
         self.experts_per_token, self.scaling = router.experts_per_token, router.scaling
         self.weight = router.weight
         self.register_buffer("bias", router.bias)
+        self.matrix = PackedMatrix.pack(router.weight, "float32")
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the copy."""
+        return self.matrix.nbytes
+
+    def repack(self) -> None:
+        """Take over the parameter's present values."""
+        self.matrix.repack_(self.weight)
 
     @abstractmethod
     def project(self, x: Tensor) -> Tensor:
@@ -44,6 +55,44 @@ class RowIndependentRouter(Router, ABC):
         chosen = scores.gather(1, experts)
         total = sum_in_order(chosen)[:, None]
         return chosen / (total + SMALLEST_SUM) * self.scaling, experts, scores
+
+
+class RowIndependentExperts(Experts, ABC):
+    """Experts over packed matrices, whose rows do not depend on others.
+
+    Args:
+        experts: whose parameters to share.
+        kind: precision of the copies.
+    """
+
+    def __init__(self, experts: Experts, kind: Kind) -> None:
+        # Not Experts' constructor, which would allocate parameters.
+        nn.Module.__init__(self)
+        self.gate_up, self.down = experts.gate_up, experts.down
+        self.matrices = [PackedMatrices.pack(x, kind) for x in (self.gate_up, self.down)]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the copies."""
+        return sum(matrices.nbytes for matrices in self.matrices)
+
+    def repack(self) -> None:
+        """Take over the parameters' present values."""
+        for matrices, weights in zip(self.matrices, (self.gate_up, self.down), strict=True):
+            matrices.repack_(weights)
+
+    @abstractmethod
+    def multiply(
+        self, x: Tensor, weight: Tensor, matrices: PackedMatrices, rows: list[int]
+    ) -> Tensor:
+        """Rows x [N, D], so many of each expert, times its `weight` [E, O, D] -> [N, O]."""
+
+    def forward(self, x: Tensor, counts: Tensor) -> Tensor:
+        """See `Experts.forward`."""
+        rows = counts.tolist()
+        gate_up, down = self.matrices
+        inner = apply_gate(self.multiply(x, self.gate_up, gate_up, rows))
+        return self.multiply(inner, self.down, down, rows)
 
 
 class RowIndependentMixture(MixtureOfExperts):

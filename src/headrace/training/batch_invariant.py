@@ -2,12 +2,11 @@
 
 Linear layers, experts, their routers, the up-projections of latent attention and the output
 projection multiply by packed copies of their parameters, which are taken anew before the passes of
-every step. Gradients reach the parameters themselves, so optimizers,
-checkpoints and published weights know nothing of it. The memory is one more copy of the matrices.
+every step. Gradients reach the parameters themselves, so optimizers, checkpoints and published
+weights know nothing of it. The memory is one more copy of the matrices.
 """
 
 from collections.abc import Mapping
-from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -16,11 +15,11 @@ from headrace.errors import UserError
 from headrace.model.block import Block
 from headrace.model.causal import HeadProducts
 from headrace.model.decoder import Decoder
-from headrace.model.feed_forward import apply_gate
 from headrace.model.latent_attention import LatentAttention
-from headrace.model.moe import Experts, MixtureOfExperts, Router
+from headrace.model.moe import MixtureOfExperts
 from headrace.model.row_independent import (
     PackedHeads,
+    RowIndependentExperts,
     RowIndependentMixture,
     RowIndependentRouter,
     per_head,
@@ -50,30 +49,21 @@ class _Linear(nn.Linear):
 
 
 class _Router(RowIndependentRouter):
-    """A router over a packed copy of its weight."""
-
-    def __init__(self, router: Router) -> None:
-        super().__init__(router)
-        self.matrix = PackedMatrix.pack(router.weight, "float32")
+    """A router with a gradient."""
 
     def project(self, x: Tensor) -> Tensor:
         """See `RowIndependentRouter.project`."""
         return batch_invariant.linear(x, self.weight, self.matrix)
 
 
-class _Experts(Experts):
-    """Experts over packed copies of their matrices."""
+class _Experts(RowIndependentExperts):
+    """Experts with gradients."""
 
-    def __init__(self, experts: Experts) -> None:
-        nn.Module.__init__(self)
-        self.gate_up, self.down = experts.gate_up, experts.down
-        self.matrices = [PackedMatrices.pack(x, "float32") for x in (self.gate_up, self.down)]
-
-    def forward(self, x: Tensor, counts: Tensor) -> Tensor:
-        """See `Experts.forward`."""
-        gate_up, down = self.matrices
-        inner = apply_gate(batch_invariant.grouped_linear(x, self.gate_up, gate_up, counts))
-        return batch_invariant.grouped_linear(inner, self.down, down, counts)
+    def multiply(
+        self, x: Tensor, weight: Tensor, matrices: PackedMatrices, rows: list[int]
+    ) -> Tensor:
+        """See `RowIndependentExperts.multiply`."""
+        return batch_invariant.grouped_linear(x, weight, matrices, rows)
 
 
 class _Mixture(RowIndependentMixture):
@@ -84,7 +74,8 @@ class _Mixture(RowIndependentMixture):
 
     def __init__(self, mixture: MixtureOfExperts) -> None:
         super().__init__(mixture)
-        self.router, self.experts = _Router(mixture.router), _Experts(mixture.experts)
+        self.router = _Router(mixture.router)
+        self.experts = _Experts(mixture.experts, "float32")
 
 
 class _Heads(PackedHeads):
@@ -92,15 +83,16 @@ class _Heads(PackedHeads):
 
     def absorb(self, q_nope: Tensor, w_uk: Tensor) -> Tensor:
         """See `HeadProducts.absorb`."""
-        return per_head(q_nope, partial(_product, w_uk.transpose(1, 2), self.keys))
+        weight = w_uk.transpose(1, 2)
+        return per_head(
+            q_nope, lambda x, rows: batch_invariant.grouped_linear(x, weight, self.keys, rows)
+        )
 
     def expand(self, latents: Tensor, w_uv: Tensor) -> Tensor:
         """See `HeadProducts.expand`."""
-        return per_head(latents, partial(_product, w_uv, self.values))
-
-
-def _product(weight: Tensor, matrices: PackedMatrices, rows: Tensor, counts: list[int]) -> Tensor:
-    return batch_invariant.grouped_linear(rows, weight, matrices, counts)
+        return per_head(
+            latents, lambda x, rows: batch_invariant.grouped_linear(x, w_uv, self.values, rows)
+        )
 
 
 class BatchInvariant:
@@ -118,13 +110,16 @@ class BatchInvariant:
     def __init__(self, model: Decoder, *, bfloat16: bool = False, ranks: int = 1) -> None:
         _check(model, bfloat16, ranks)
         pages = LargePages()
-        self._copies: list[tuple[PackedMatrix | PackedMatrices, Tensor]] = []
+        self._copies: list[tuple[PackedMatrix, Tensor]] = []
+        self._packed: list[_Router | _Experts | _Heads] = []
         self._heads: dict[int, _Heads] = {}
         for part in list(model.layers.modules()):
             if isinstance(part, Block) and isinstance(part.feed_forward, MixtureOfExperts):
-                self._replace_experts(part, part.feed_forward)
+                mixture = part.feed_forward = _Mixture(part.feed_forward)
+                self._packed += [mixture.router, mixture.experts]
             elif isinstance(part, LatentAttention):
-                self._heads[part.layer] = _Heads(part, "float32")
+                heads = self._heads[part.layer] = _Heads(part, "float32")
+                self._packed.append(heads)
         for parent in list(model.layers.modules()):
             for name, child in list(parent.named_children()):
                 # Latent up-projections are read as matrices, never called.
@@ -144,27 +139,21 @@ class BatchInvariant:
     @property
     def nbytes(self) -> int:
         """Bytes of the copies."""
-        heads = sum(products.nbytes for products in self._heads.values())
-        return heads + sum(matrix.nbytes for matrix, _ in self._copies)
+        matrices = sum(matrix.nbytes for matrix, _ in self._copies)
+        return matrices + sum(packed.nbytes for packed in self._packed)
 
     def repack(self) -> None:
         """Take over the parameters' present values; must follow every change of them."""
         for matrix, weight in self._copies:
             matrix.repack_(weight)
-        for products in self._heads.values():
-            products.repack()
+        for packed in self._packed:
+            packed.repack()
 
     def score(self, hidden: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
         """(logprobs, entropies) of `targets` [N] after `hidden` [N, D]."""
         return batch_invariant.linear_cross_entropy(
             hidden, self._head, self._packed_head, targets, temperature=temperature
         )
-
-    def _replace_experts(self, block: Block, mixture: MixtureOfExperts) -> None:
-        packed = block.feed_forward = _Mixture(mixture)
-        router, experts = packed.router, packed.experts
-        self._copies.append((router.matrix, router.weight))
-        self._copies += zip(experts.matrices, (experts.gate_up, experts.down), strict=True)
 
 
 def _check(model: Decoder, bfloat16: bool, ranks: int) -> None:
